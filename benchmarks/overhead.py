@@ -29,7 +29,6 @@ from common.options import (
     Out,
     Quick,
     Seed,
-    parse_bytes,
     parse_whole_numbers,
     prepare_out,
 )
@@ -42,11 +41,12 @@ from serving.overhead_requests import PairedRequests, Settings, paired_row, sect
 from serving.pair import OFF, TIER, Pair, host_memory_bytes, make_pair, running, start_alone, unique_bytes
 from serving.servers import measures_at_start
 from serving.token_client import TokenClient, ask_servers
+from sglang_hcache.cli.options import parsed
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, PlanKind
-from sglang_hcache.core.units import SIZE_HELP
+from sglang_hcache.core.units import SIZE_HELP, parse_size
 
 START, MEMORY, LOOKUP = "start", "memory", "look-up"
 """What is measured beside requests."""
@@ -287,7 +287,7 @@ def main(
         warm_up=warm_up,
         starts=starts if starts is not None else (0 if quick else 3),
         chunks=chunks or (50_000 if quick else 1_000_000),
-        host_bytes=parse_bytes("--host-size", host_size or ("256MB" if quick else "2GB")),
+        host_bytes=parsed("--host-size", parse_size, host_size or ("256MB" if quick else "2GB")),
         has_disk=disk,
         method=method,
         tier_arguments=_words("--tier-arguments", tier_arguments),

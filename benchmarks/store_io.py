@@ -18,8 +18,10 @@ import typer
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
 from common.header import file_system_of, make_header
-from common.options import AsJson, Out, Quick, parse_bytes, prepare_out
+from common.options import AsJson, Out, Quick, prepare_out
 from common.terminal import new_progress
+from sglang_hcache.cli.options import parsed
+from sglang_hcache.core.units import parse_size
 from sglang_hcache.store.io.nixl import nixl_problem
 from storage import report
 from storage.bench import KIB, Bench, Plan
@@ -128,8 +130,8 @@ def main(
 ) -> None:
     plan = make_plan(
         quick=quick,
-        size=None if size is None else parse_bytes("--size", size),
-        blocks=[parse_bytes("--block", text) for text in block or []],
+        size=None if size is None else parsed("--size", parse_size, size),
+        blocks=[parsed("--block", parse_size, text) for text in block or []],
         depths=depth or [],
         rounds=rounds,
         with_store=store,

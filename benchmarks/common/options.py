@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.units import parse_size
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the results: JSON, CSV and a chart (PNG).")
@@ -93,18 +92,6 @@ def parse_whole_numbers(flag: str, text: str, *, low: int, multiple: int = 1) ->
             of = f", a multiple of {multiple}" if multiple > 1 else ""
             raise ConfigError(f"{flag}: {number} is not allowed; at least {low}{of}")
     return found
-
-
-def parse_bytes(flag: str, text: str) -> int:
-    """A size such as ``2GB``.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
 
 
 def check_positive(**values: float | None) -> None:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import httpx
 import typer
 
 from sglang_hcache.core.config import API_KEY_VARIABLE
+from sglang_hcache.core.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+def parsed(flag: str, parse: Callable[[str], _T], text: str) -> _T:
+    """What ``parse`` makes of the value of ``flag``.
+
+    Raises:
+        ConfigError: it raises ValueError.
+    """
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def _address(given: str) -> str:

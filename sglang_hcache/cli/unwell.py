@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_hcache.core.metrics import events_of
 
-ERRORS = events_of("errors")
+ERRORS = tuple(events_of("errors"))
 _WHY_NOTHING_IS_SAVED = {
     "old_weights": "nothing is saved: KV of earlier weights is on the device (POST /flush_cache)",
     "switched_off": "switched off: nothing is saved or restored (PUT /hicache/storage-backend)",
@@ -33,7 +33,7 @@ def other_problems(state: Mapping[str, Any]) -> Iterator[str]:
         yield _WHY_NOTHING_IS_SAVED[state["nothing_saved"]]
     if state["disk"] and state["disk"]["clearing_pending"]:
         yield "what was cleared would be back after a restart: no directory took the note"
-    errors = {event.split(".")[0]: state["counters"].get(event, 0) for event in ERRORS}
+    errors = {where: state["counters"].get(event, 0) for event, where in events_of("errors").items()}
     told = ", ".join(f"{count:,} in {where}" for where, count in errors.items() if count)
     if told:
         yield f"unexpected errors since the start: {told}; the log has them, please report"

@@ -294,9 +294,9 @@ GAUGES = (
 )  # fmt: skip
 
 
-def events_of(counter: str) -> tuple[str, ...]:
-    """What adds up to a counter."""
-    return next(tuple(metric.events) for metric in COUNTERS if metric.name == counter)
+def events_of(counter: str) -> Mapping[str, str]:
+    """What adds up to a counter -> the value of its label."""
+    return next(metric.events for metric in COUNTERS if metric.name == counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from sglang_hcache.cli.report import METHOD_NAMES, counted, restore_times, secon
 from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, TokenSources
 from sglang_hcache.cli.unwell import directory_problems
 from sglang_hcache.core.layout import Method
-from sglang_hcache.core.metrics import COUNTERS
+from sglang_hcache.core.metrics import events_of
 from sglang_hcache.core.units import format_bytes
 
 _SOURCE_NAMES = {"device": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed"}
@@ -193,7 +193,7 @@ def _hits_html(counters: Mapping[str, int]) -> str:
 
 def _restores_html(counters: Mapping[str, int], measures: Mapping[str, Any]) -> str:
     rows = []
-    for event, result in restore_results().items():
+    for event, result in events_of("restores").items():
         count = counters.get(event, 0)
         if count or result == "done":
             style = " bad" if result in _LOST else ""
@@ -204,11 +204,6 @@ def _restores_html(counters: Mapping[str, int], measures: Mapping[str, Any]) -> 
     saved_s = measures.get("restore.saved_seconds", {}).get("sum", 0.0)
     rows.append(_row("seconds saved (predicted)", f"{saved_s:,.1f}"))
     return _section("Restores since the start", "".join(rows))
-
-
-def restore_results() -> Mapping[str, str]:
-    """Counter of ``/server_info`` -> result, as in the metric ``sglang:hcache_restores_total``."""
-    return next(metric.events for metric in COUNTERS if metric.name == "restores")
 
 
 def _row(name: str, value: str, style: str = "") -> str:

@@ -49,7 +49,7 @@ class DemoReport:
     turns: tuple[TurnResult, ...]
     pool_tokens: int
     disk_bytes: int
-    """Physical bytes in the disk tier's directories, counted like ``du``."""
+    """What the disk tier counts against its cap."""
     disk_chunks: int
     dirs: tuple[Path, ...]
     kept: bool

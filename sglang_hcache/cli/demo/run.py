@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,12 +134,12 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
                 turns = _talk(scripts, ServerPair(tier_client, reference_client), view)
                 tier_client.wait_saved()
                 state = tier_client.tier_state() or {}
-            chunks = int((state.get("disk") or {}).get("chunks", 0))
+            disk = state.get("disk") or {}
             report = DemoReport(
                 turns=tuple(turns),
                 pool_tokens=sizes.pool_tokens,
-                disk_bytes=sum(_disk_usage(directory) for directory in dirs),
-                disk_chunks=chunks,
+                disk_bytes=int(disk.get("bytes", 0)),
+                disk_chunks=int(disk.get("chunks", 0)),
                 dirs=dirs,
                 kept=settings.keep is not None or bool(settings.dirs),
                 wall_s=time.monotonic() - began,
@@ -209,13 +207,3 @@ def _prompt_lengths(scripts: Sequence[Script], model: Path) -> list[int]:
         sum(len(tokenizer.encode(message).ids) + ANSWER_TOKENS + 2 * _MESSAGE_TOKENS for message in script)
         for script in scripts
     ]
-
-
-def _disk_usage(folder: Path) -> int:
-    """Bytes that the files in ``folder`` take on disk, like ``du``, while a server adds and deletes some."""
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            found = path.stat()
-            total += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
-    return total

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_hcache.cli.options import AsJson
+from sglang_hcache.cli.options import AsJson, parsed
 from sglang_hcache.cli.paths import named_path
 from sglang_hcache.cli.plan.model import NAMES
 from sglang_hcache.core.errors import ConfigError
@@ -20,8 +19,6 @@ if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --he
     from sglang_hcache.cli.plan.report import PlanReport
     from sglang_hcache.core.layout import PlanKind
     from sglang_hcache.plan.profile import Profile
-
-_Value = TypeVar("_Value")
 
 _TOKENS = 4096
 _KEEP = "10m"
@@ -233,8 +230,8 @@ def _sizing(
 ) -> Sizing:
     from sglang_hcache.cli.plan.capacity import Sizing
 
-    keep_s = _read("--keep", parse_duration, _KEEP if keep is None else keep)
-    drive_bytes = _read("--drive-size", parse_size, drive_size) if drive_size else None
+    keep_s = parsed("--keep", parse_duration, _KEEP if keep is None else keep)
+    drive_bytes = parsed("--drive-size", parse_size, drive_size) if drive_size else None
     if drive_bytes == 0:
         raise ConfigError("--drive-size: 0 is not allowed; leave it out, or give the drives' capacity")
     for flag, value in (("--keep", keep), ("--drive-size", drive_bytes)):
@@ -243,13 +240,6 @@ def _sizing(
                 f"{flag}: it counts only with --tokens-per-s; give that as well, or leave it out"
             )
     return Sizing(pass_tokens, pool_tokens, tokens_per_s, keep_s, drive_bytes)
-
-
-def _read(flag: str, parse: Callable[[str], _Value], text: str) -> _Value:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
 
 
 def _model(model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel | None:

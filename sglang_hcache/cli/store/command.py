@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_hcache.cli.options import AsJson
+from sglang_hcache.cli.options import AsJson, parsed
 from sglang_hcache.cli.paths import given_path, named_path
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.store.each import Dirs, Show, for_each
@@ -175,7 +175,9 @@ def _gc(
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import collect
 
-    stores, size, max_age_s = _stores(dirs, config), _size(to), _age(older_than)
+    stores = _stores(dirs, config)
+    size = None if to is None else parsed("--to", parse_size, to)
+    max_age_s = None if older_than is None else parsed("--older-than", parse_duration, older_than)
     to_bytes = None if size is None else size // len(stores)
 
     def free(places: Dirs, show: Show) -> bool:
@@ -351,21 +353,3 @@ def _namespace_id(text: str) -> bytes:
             f"--namespace: {text!r} names no namespace; give the 32 digits that `hcache store ls --namespaces` lists"
         )
     return bytes.fromhex(text)
-
-
-def _size(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--to: {error}") from None
-
-
-def _age(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"--older-than: {error}") from None

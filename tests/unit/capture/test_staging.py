@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import numpy as np
 import torch
@@ -59,7 +60,9 @@ def test_what_another_thread_releases_is_there_again() -> None:
     while reserved < 2000:
         count = 1 + reserved % ROWS
         span = ring.reserve(count)
-        if span is not None:
+        if span is None:
+            time.sleep(0)  # else it holds the interpreter's lock for as long as it may
+        else:
             spans.put(span)
             reserved += 1
     spans.put(None)

@@ -12,7 +12,6 @@ from sglang_hcache.cli.chat.figures import (
     _RESULT_NAMES,
     exchange_html,
     measures_text,
-    restore_results,
     seconds_text,
     source_segments,
     sources_html,
@@ -23,6 +22,7 @@ from sglang_hcache.cli.chat.figures import (
 from sglang_hcache.cli.chat.watch import Look, Reach
 from sglang_hcache.cli.server.client import TokenSources
 from sglang_hcache.core.layout import Method
+from sglang_hcache.core.metrics import events_of
 from tests.unit.cli.test_top import state
 
 SOURCES = TokenSources(device=10, host=1000, disk=0, recomputed=990)
@@ -116,7 +116,7 @@ def test_a_directory_that_takes_nothing_new_is_told() -> None:
 
 
 def test_every_result_of_a_restore_has_a_name() -> None:
-    assert set(_RESULT_NAMES) == set(restore_results().values())
+    assert set(_RESULT_NAMES) == set(events_of("restores").values())
     html = tier_html(tier_look(tier=state(restore__failed_on_another_rank=3)))
     assert '<div class="line bad"><span>failed on another rank</span><b>3</b></div>' in html
 
@@ -152,7 +152,7 @@ def test_the_strip_has_a_cell_a_layer() -> None:
 
 
 def test_results_are_those_of_the_metric() -> None:
-    assert restore_results()["restore.declined_slower"] == "predicted_slower"
+    assert events_of("restores")["restore.declined_slower"] == "predicted_slower"
 
 
 @pytest.mark.parametrize(

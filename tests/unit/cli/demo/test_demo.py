@@ -265,21 +265,3 @@ def test_scripts() -> None:
     assert all(len(script) == 5 for script in scripts)
     openings = {script[0][:60] for script in scripts}
     assert len(openings) == 9  # nothing shared
-
-
-def test_a_file_that_goes_while_sizes_are_asked_for_counts_nothing(tmp_path: Path) -> None:
-    (tmp_path / "below").mkdir()
-    (tmp_path / "below" / "kept").write_bytes(bytes(8192))
-    expected = demo._disk_usage(tmp_path)
-
-    class Going(type(tmp_path)):  # type: ignore[misc]
-        """Goes after the first look."""
-
-        def is_file(self) -> bool:
-            return True
-
-    class Folder:
-        def rglob(self, pattern: str) -> list[Path]:
-            return [*tmp_path.rglob(pattern), Going(tmp_path / "segment-00000001.seg")]
-
-    assert demo._disk_usage(Folder()) == expected >= 8192  # type: ignore[arg-type]
