@@ -208,6 +208,19 @@ REFUSALS = {
         ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING in the environment",),
         environment=("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1",),
     ),
+    "a tree that finds nothing": Refusal(
+        [], ("SGLANG_RADIX_FORCE_MISS in the environment",), environment=("SGLANG_RADIX_FORCE_MISS=1",)
+    ),
+    "experts drawn by lot": Refusal(
+        [],
+        ("SGLANG_SIMULATE_UNIFORM_EXPERTS in the environment",),
+        environment=("SGLANG_SIMULATE_UNIFORM_EXPERTS=1",),
+    ),
+    "experts in turns": Refusal(
+        [],
+        ("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS in the environment",),
+        environment=("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS=1",),
+    ),
     "pages before layers": Refusal(["--enable-page-major-kv-layout"], ("--enable-page-major-kv-layout",)),
     "one pool for all": Refusal(["--enable-unified-memory"], ("--enable-unified-memory",)),
     "sparse": Refusal(["--enable-hisparse"], ("--enable-hisparse",)),

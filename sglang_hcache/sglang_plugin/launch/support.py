@@ -42,6 +42,7 @@ _IN_PLACE_OF_HICACHE = {
 _ENDS_AT_ONCE = "told to stop, that server ends before the tier has saved what is in memory only"
 _OTHER_POOL = "K and V of a token are not where the tier looks for them"
 _OTHER_WEIGHTS = "weights are not where the projector looks for them"
+_MADE_UP = "K and V of experts that no router chose would be stored, and serve real requests later"
 _REFUSED = {
     # Other caches.
     "radix_cache_backend": "the tier is a radix cache backend itself",
@@ -64,12 +65,15 @@ _REFUSED = {
     "enable_unified_memory": _OTHER_POOL,
     "enable_hisparse": "it needs a server without a radix cache",
     "enable_int8_mamba_checkpoint": "it is for Mamba models, whose state is not that of single tokens",
+    "SGLANG_RADIX_FORCE_MISS": "SGLang uses nothing of what is restored then",
     "kv_canary": "it takes restored K and V for corruption",
     # What changes weights or passes in ways that the tier does not know.
     "speculative_algorithm": "passes that verify are not captured, and a draft model's KV is not restored",
     "enable_lora_overlap_loading": (
         "it loads adapters for requests that wait for their restore, in the place of those that could run"
     ),
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": _MADE_UP,
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": _MADE_UP,
     "cpu_offload_gb": _OTHER_WEIGHTS,
     "offload_group_size": _OTHER_WEIGHTS,
     "kt_weight_path": "those weights are not in the fingerprint",

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.environ import envs
+
+_APPROXIMATIONS = (
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
+)
+"""Variables of the environment: attention leaves out what counts for little."""
+
 
 def quantization_of(model_config: Any, torchao_config: str | None) -> str | None:
     """How the weights of SGLang's model are quantised, in the checkpoint or when it is loaded; None: they are not."""
@@ -29,4 +37,7 @@ def computation_of(server_args: Any, *, has_amx: bool) -> str:
     if server_args.enable_deterministic_inference:
         adapters = f" lora {server_args.lora_backend}" if server_args.enable_lora else ""
         text += f" deterministic {server_args.rl_on_policy_target}{adapters}"
+    for name in _APPROXIMATIONS:
+        if (factor := getattr(envs, name).get()) is not None:
+            text += f" {name} {factor}"
     return text

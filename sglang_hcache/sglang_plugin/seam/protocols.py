@@ -113,8 +113,8 @@ class SchedulerView(Protocol):
     def places(self) -> int:
         """How many waiting requests may be admitted beside those that run."""
 
-    def doze(self, bell: int) -> None:
-        """Wait a moment until ``bell``, a file descriptor, can be read, or requests come."""
+    def doze(self, bell: int | None) -> None:
+        """Wait a moment until ``bell``, a file descriptor, can be read, or requests come; None: a shorter one."""
 
     def reserved_tokens(self) -> int:
         """Tokens that running requests are expected to need still."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.saving import Saving
-
-_SAVING_PAUSE_S = 0.001
 
 
 class Idling:
@@ -35,7 +31,7 @@ class Idling:
         elif self._saving.is_busy:
             self._let_save = not self._let_save or not any(True for _ in restores.scheduler.waiting())
             if self._let_save:
-                time.sleep(_SAVING_PAUSE_S)  # short, for a request may arrive
+                restores.scheduler.doze(None)
 
     def _may_admit(self) -> bool:
         """Whether somebody in the queue need not wait for a restore."""

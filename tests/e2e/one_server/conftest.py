@@ -15,6 +15,7 @@ from tests.e2e.harness import TierServer
 SETTINGS = (
     *("--dtype", "float32", "--max-total-tokens", "4096", "--chunked-prefill-size", "512"),
     *("--enable-cache-report", "--enable-mixed-chunk", "--max-queued-requests", "8"),
+    "--enable-return-hidden-states",
     *("--enable-priority-scheduling", "--disable-priority-preemption"),
     *("--grammar-backend", "outlines"),  # the default one needs a GPU
     *("--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),

@@ -48,6 +48,19 @@ def logprobs_of(items: Sequence[Sequence[Any]]) -> np.ndarray:
     return np.array([np.nan if item[0] is None else item[0] for item in items])
 
 
+def test_hidden_states_that_a_request_asks_for(server: TierServer) -> None:
+    """SGLang returns those of tokens that it computes."""
+    prompt = random_prompt(2, 300)
+    in_tiers(server, prompt)
+    last = generate(server, prompt, return_hidden_states="last", sampling={"max_new_tokens": 1})["meta_info"]
+    assert restored_of(last) == 256
+    server.to_tiers()
+    every = generate(server, prompt, return_hidden_states=True, sampling={"max_new_tokens": 1})["meta_info"]
+    assert every["cached_tokens"] == 0
+    assert len(every["hidden_states"][0]) == len(prompt)
+    np.testing.assert_allclose(every["hidden_states"][0][-1], last["hidden_states"], atol=1e-4)
+
+
 @pytest.mark.parametrize(("start", "restored"), [(0, 0), (63, 0), (64, 64), (300, 256), (599, 576)])
 def test_logprobs_of_the_prompt(server: TierServer, start: int, restored: int) -> None:
     """Tokens whose logprobs are wanted must be computed; all before them come back."""

@@ -39,8 +39,10 @@ def _poses(req: Req, adapters: Adapters | None) -> bool:
 
 
 def prompt_of(req: Req) -> Prompt | None:
-    """The part of a queued request that a tier may serve; None if its tokens do not determine its KV."""
-    if not _is_plain(req):
+    """The part of a queued request that a tier may serve; None if its tokens do not determine its KV, or if SGLang is
+    to return hidden states of all tokens, which it does of those that it computes.
+    """
+    if not _is_plain(req) or req.return_hidden_states is True:
         return None
     tokens = req.full_untruncated_fill_ids
     return Prompt(req.rid, tokens[: req._compute_max_prefix_len(len(tokens))], req.extra_key)

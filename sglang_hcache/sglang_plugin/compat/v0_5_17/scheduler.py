@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-_DOZE_MS, _BLIND_DOZE_MS = 50, 5
+_DOZE_MS, _BLIND_DOZE_MS, _NAP_MS = 50, 5, 1
 """A round for nothing takes the interpreter from who restores for half a millisecond or more. Where nobody sees here
 that requests come, as on other ranks, those must not wait for long."""
 
@@ -74,7 +75,7 @@ class SchedulerOf:
         # SGLang does so when a request ends: nothing else makes room there.
         self._scheduler.running_batch.batch_is_full = False
 
-    def doze(self, bell: int) -> None:
+    def doze(self, bell: int | None) -> None:
         scheduler, channels = self._scheduler, self._scheduler.ipc_channels
         come_here = channels.recv_from_tokenizer
         sees_requests = come_here is not None and come_here is scheduler.recv_from_tokenizer
@@ -82,7 +83,12 @@ class SchedulerOf:
         is_alone = sees_requests and scheduler.server_args.tp_size == 1
         # Nothing rings when a grammar has been compiled.
         is_told = is_alone and not scheduler.grammar_manager.has_waiting_grammars()
-        IdleSleeper([bell, *sockets]).poller.poll(_DOZE_MS if is_told else _BLIND_DOZE_MS)
+        if bell is not None:
+            IdleSleeper([bell, *sockets]).poller.poll(_DOZE_MS if is_told else _BLIND_DOZE_MS)
+        elif sockets:
+            IdleSleeper(sockets).poller.poll(_NAP_MS)
+        else:  # polling nothing takes no time
+            time.sleep(_NAP_MS / 1e3)
 
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current

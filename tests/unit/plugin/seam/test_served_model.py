@@ -270,6 +270,13 @@ def test_only_chunks_that_were_computed_in_the_same_way_serve(other: dict[str, A
     assert namespace_of() != namespace_of(**other)
 
 
+@pytest.mark.parametrize("passes", ["PREFILL", "DECODE"])
+def test_scores_that_attention_leaves_out_count(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = namespace_of()
+    monkeypatch.setenv(f"SGLANG_SKIP_SOFTMAX_{passes}_THRESHOLD_SCALE_FACTOR", "0.5")
+    assert namespace_of() != exact
+
+
 @pytest.mark.parametrize("other", [{"rl_on_policy_target": "fsdp"}, {"enable_lora": True}])
 def test_where_bits_are_promised_what_else_they_depend_on_counts(other: dict[str, Any]) -> None:
     assert namespace_of() == namespace_of(**other)

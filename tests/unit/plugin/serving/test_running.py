@@ -67,6 +67,35 @@ def test_a_doze_is_short_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyP
     context.term()
 
 
+@pytest.mark.parametrize("sees_requests", [True, False])
+def test_a_doze_without_a_bell_is_short_and_does_not_last_for_who_has_come(
+    sees_requests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = zmq.Context()
+    with (
+        context.socket(zmq.PULL) as receiver,
+        context.socket(zmq.PUSH) as sender,
+        context.socket(zmq.DEALER) as rpc,
+    ):
+        sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
+        channels = SimpleNamespace(
+            recv_from_tokenizer=receiver if sees_requests else None,
+            recv_from_rpc=rpc if sees_requests else None,
+        )
+        view = scheduler_of(channels, receiver, 1)
+        monkeypatch.setattr(scheduler, "_NAP_MS", 30)
+        began = time.monotonic()
+        view.doze(None)
+        assert 0.02 < time.monotonic() - began < 10.0
+        if sees_requests:
+            sender.send(b"a request")
+            assert receiver.poll(60_000)
+            monkeypatch.setattr(scheduler, "_NAP_MS", 60_000)
+            view.doze(None)
+            assert time.monotonic() - began < 60.0
+    context.term()
+
+
 def ready(descriptor: int, seconds: float) -> bool:
     return bool(select.select([descriptor], [], [], seconds)[0])
 
