@@ -38,6 +38,8 @@ PENDING = {'clearing_pending{instance="a"}': "1x120"}
 STAYS = {'disk_events_total{instance="a", event="unlink_failed"}': "0+1x120"}
 FULL = {'directory_takes_writes{instance="a", directory="x"}': "0x120"}
 REFUSED = {'disk_events_total{instance="a", event="write_refused"}': "0+1x120"}
+HEALTHY = {'directory_healthy{instance="a", directory="x"}': "1x120"}
+SICK = {'directory_healthy{instance="a", directory="x"}': "0x120"}
 OTHER_TAKES = {'directory_takes_writes{instance="a", directory="y"}': "1x120"}
 HITS = {'lookups_total{instance="a", tp_rank="0", result="hit"}': "0+1x120"}
 UP = {'up{instance="a", job="sglang"}': "1x120"}
@@ -67,6 +69,9 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheNothingWritten", FULL, 30, True),
         ("HCacheNothingWritten", FULL | OTHER_TAKES, 30, False),
         ("HCacheNothingWritten", REFUSED | OTHER_TAKES, 30, True),
+        ("HCacheDirectoryIdle", FULL | HEALTHY | OTHER_TAKES, 59, False),
+        ("HCacheDirectoryIdle", FULL | HEALTHY | OTHER_TAKES, 61, True),
+        ("HCacheDirectoryIdle", FULL | SICK | OTHER_TAKES, 90, False),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0x120"), 90, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0+0.1x120"), 90, False),
         ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),
