@@ -84,6 +84,7 @@ class Settings:
         ]
         if chunked > 0 and dice.random() < 0.5:
             flags.append("--enable-mixed-chunk")
+        flags += ["--max-running-requests", dice.choice(("1", "2", "8"))]
         return cls(dice.choice(MODELS), pool, dice.random() < 0.5, flags, disk_bytes, ranks=1)
 
 

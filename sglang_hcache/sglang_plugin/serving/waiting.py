@@ -18,8 +18,8 @@ _MOST_LOOKED_AT = 64  # for room: seldom are so many admitted before the next lo
 
 
 class Patience:
-    """The clock by which requests wait. It stands still while the scheduler does not turn, paused or in one long pass,
-    and while as many requests run as may: nobody can be admitted then, whatever is given back.
+    """The clock by which requests wait. It goes on once a round, but not while the scheduler does not turn, paused or
+    in one long pass, and not while as many requests run as may: nobody can be admitted then, whatever is given back.
 
     Args:
         clock: if it jumps, that was such a time.
@@ -27,18 +27,17 @@ class Patience:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last_turn = clock()
-        self._left_out_s = 0.0
+        self._last_turn = self._now = clock()
 
     def turn(self, *, is_full: bool) -> None:
         """Once a round; ``is_full``: as many requests run as may."""
         now = self._clock()
-        self._left_out_s += max(0.0, now - self._last_turn - (0.0 if is_full else _LONG_ROUND_S))
+        self._now += 0.0 if is_full else min(now - self._last_turn, _LONG_ROUND_S)
         self._last_turn = now
 
     def now(self) -> float:
         """Seconds."""
-        return self._clock() - self._left_out_s
+        return self._now
 
 
 class Waiting:

@@ -64,6 +64,32 @@ def test_who_waits_for_its_restore_keeps_its_adapters_place() -> None:
     assert all(world.coordinator.may_be_admitted(rid) for rid in rids)
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_running_request_gets_the_room_of_what_was_restored_a_moment_ago(is_full: bool) -> None:
+    world, now = World(), [100.0]
+    world.coordinator._patience = patience = Patience(lambda: now[0])
+    world.coordinator.waiting.clock = patience.now
+    world.scheduler.running = True
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    world.scheduler.is_full = is_full
+    world.engine.end(RestoreState.DONE)
+    reap = world.coordinator.reap
+
+    def reap_later() -> None:
+        now[0] += 0.002
+        reap()
+
+    world.coordinator.reap = reap_later  # type: ignore[method-assign]
+    world.coordinator.tick()
+    world.coordinator.reap = reap  # type: ignore[method-assign]
+    now[0] += 0.5
+    world.coordinator.tick()
+    assert world.coordinator.give_back()
+    assert world.coordinator.waiting.pinned_tokens == 0
+
+
 @pytest.mark.parametrize(("is_full", "given_back"), [(True, 0), (False, 1)])
 def test_what_is_restored_is_kept_while_no_request_may_begin(is_full: bool, given_back: int) -> None:
     world, now = World(), [100.0]

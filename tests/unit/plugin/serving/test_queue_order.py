@@ -196,8 +196,10 @@ def test_it_is_not_held_back_for_ever_nor_if_others_have_computed_it(clock: Cloc
     assert not world.coordinator.may_be_admitted("long")
     world.tree.compute(prompt[: 16 * CHUNK_TOKENS])
     clock.now += 0.4
+    world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("long"), "looked at a moment ago"
     clock.now += 0.2
+    world.coordinator.tick()
     assert world.coordinator.may_be_admitted("long")
     world.tree.evict_all()
     world.coordinator.waiting.get("the same").on_device = 0  # type: ignore[union-attr]
@@ -368,5 +370,6 @@ def test_patience_counts_what_rounds_take() -> None:
         patience.turn(is_full=False)
     assert patience.now() == 100.0 + 0.25 + 0.5 + 1.0 + 1.0 + 0.25
     clock.now += 0.5
+    assert patience.now() == 100.0 + 0.25 + 0.5 + 1.0 + 1.0 + 0.25, "it never goes back"
     patience.turn(is_full=True)
     assert patience.now() == 100.0 + 0.25 + 0.5 + 1.0 + 1.0 + 0.25
