@@ -93,8 +93,8 @@ COUNTERS = (
     CounterMetric(
         "restores",
         "Restores by outcome. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
-        "predicted to be faster. no_slots: the KV pool had no room for 30 s at the head of the queue, or for 120 s in "
-        "total. late: past the deadline. failed_on_another_rank: failed or late there; this rank's part is not used.",
+        "predicted to be faster. no_slots: the KV pool had no room behind other requests for 120 s. late: past the "
+        "deadline. failed_on_another_rank: failed or late there; this rank's part is not used.",
         "restores", "result",
         {
             "restore.done": "done", "restore.failed": "failed", "restore.late": "late",

@@ -1,4 +1,4 @@
-"""The order of the queue: what those before a request need, and who may not overtake it."""
+"""The order of the queue: what those before a request need, and who may not overtake one whose restore runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
-_FIRST_LIMIT_S = 30.0
-"""A request that finds no slots for so long, with nobody before it, is recomputed."""
+_MOST_HELD_BACK_S = 30.0
 _MATCH_EVERY_S = 0.5
-_REFUSED_LIMIT_S = 120.0
-"""Or for so long in all, where the policy lets others come before it."""
 
 
 class Ahead:
@@ -57,39 +54,6 @@ class Ahead:
             self.seconds += self._prefill_s(request.num_tokens - covered, covered)
 
 
-class Line:
-    """The first request whose restore found no room, and who may not overtake it."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._first: Ticket | None = None
-        self._before: set[str] = set()
-        self._since = 0.0
-
-    def stand(self, first: Ticket | None, before: set[str]) -> bool:
-        """``first`` (None: nobody) found no room behind the requests ``before``; True if it has waited for too long."""
-        now = self._clock()
-        if first is not self._first or before:
-            self._since = now  # while others come first, it is those whom SGLang has no room for
-        self._first, self._before = first, before
-        if first is None:
-            return False
-        if first.refused_since is None:
-            first.refused_since = now
-        return now - self._since >= _FIRST_LIMIT_S or now - first.refused_since >= _REFUSED_LIMIT_S
-
-    def clear(self) -> None:
-        """Nobody waits."""
-        self._first = None
-
-    def is_behind(self, rid: str) -> bool:
-        """Whether a request comes later than the first, which still waits."""
-        first = self._first
-        if first is None or first.phase is not Phase.PENDING:
-            return False
-        return rid != first.prompt.rid and rid not in self._before
-
-
 class Overtaking:
     """Who must not be admitted before an earlier request, whose restore runs.
 
@@ -100,7 +64,7 @@ class Overtaking:
       restored, and wait until others end.
     * who has much to compute. SGLang computes a long prompt in passes, one after the other, with no other prefill
       beside them: who is restored meanwhile would wait for all of them. All in all, a request is held back for that
-      for at most as long as the first one in the queue waits for room.
+      for half a minute at most: with priorities, restores may always come before it.
 
     Only until that restore is over: then SGLang does it.
 
@@ -172,7 +136,7 @@ class Overtaking:
         now = self._waiting.clock()
         if ticket.held_back_since is None:
             ticket.held_back_since = now
-        if now - ticket.held_back_since >= _FIRST_LIMIT_S:
+        if now - ticket.held_back_since >= _MOST_HELD_BACK_S:
             return False
         if now - ticket.matched_at >= _MATCH_EVERY_S:  # others may have computed it meanwhile
             ticket.matched_at = now

@@ -5,7 +5,7 @@ A request's ticket::
     RESOLVED -- a tier continues what the device has --> PENDING
     PENDING --- slots were found, the job is queued ---> RUNNING
     PENDING --- its chunks are gone -------------------> RESOLVED
-    PENDING --- no slots, would not pay ---------------> RESOLVED for good
+    PENDING --- would not pay, no slots behind others -> RESOLVED for good
     RUNNING --- certain, put into the tree ------------> PINNED
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
     RUNNING --- failed, late --------------------------> RESOLVED for good
@@ -182,7 +182,6 @@ class RestoreCoordinator:
                 ticket.note("not restored: the tier is switched off")
                 ticket.restore = None
                 ticket.enter(Phase.RESOLVED)
-        self._starter.forget_line()
         self.scheduler.look_again()
 
     def give_back(self) -> bool:

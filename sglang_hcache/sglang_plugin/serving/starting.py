@@ -12,7 +12,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
-from sglang_hcache.sglang_plugin.serving.line import Ahead, Line, Overtaking
+from sglang_hcache.sglang_plugin.serving.line import Ahead, Overtaking
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import Running
@@ -20,6 +20,8 @@ from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
 _LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
+_REFUSED_LIMIT_S = 120.0
+"""A request that finds no room behind others for so long is recomputed: a policy may always put others before it."""
 
 
 class _Attempt(Enum):
@@ -58,11 +60,14 @@ class Starter:
         self._waiting = waiting
         self._most_idle_s = most_idle_s
         self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
-        self._line = Line(waiting.clock)
         self._overtaking = Overtaking(device, self._room, running, waiting, maker.may_overtake)
         self._holding_until = 0.0
         self._next_look = 0.0
         self._has_newcomer = False
+        self._refused: Ticket | None = None
+        """The first one whose restore found no room when that was last looked at, ..."""
+        self._before = set[str]()
+        """... and who came before it."""
 
     # -- what others tell ------------------------------------------------------------------------
 
@@ -77,11 +82,7 @@ class Starter:
     def hold(self, seconds: float) -> None:
         """Leave the room that there is now to the head of the queue for so long."""
         self._holding_until = self._now() + seconds
-        self._line.clear()
-
-    def forget_line(self) -> None:
-        """Nobody waits for room any more."""
-        self._line.clear()
+        self._refused = None
 
     # -- who may not be admitted -----------------------------------------------------------------
 
@@ -94,11 +95,15 @@ class Starter:
         return self._overtaking.is_to_wait(rid, ticket) or self._would_take_room(rid)
 
     def _would_take_room(self, rid: str) -> bool:
-        """Whether this one would take room that an earlier one waits for, as SGLang lets it: so that would never grow.
+        """Whether this one is behind the first whose restore found no room, which would never grow then.
 
-        Not while restores or pins hold room: they give it back by themselves.
+        SGLang, which needs as much room for the whole of that one, and more, admits nobody behind it either. Not while
+        restores or pins hold room: they give it back by themselves.
         """
-        return self._line.is_behind(rid) and self._scheduler.is_running() and not self._room.held_tokens
+        refused = self._refused
+        if refused is None or refused.phase is not Phase.PENDING or rid == refused.prompt.rid:
+            return False
+        return rid not in self._before and self._scheduler.is_running() and not self._room.held_tokens
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -128,20 +133,29 @@ class Starter:
         self._next_look = now + _LOOK_AGAIN_S
         self._room.look()
         ahead = Ahead(self._maker.prefill_s, self._scheduler.prefilling())
-        before, refused = set[str](), None
+        self._refused, self._before = None, set()
         is_full = not self._room.is_left(CHUNK_TOKENS)
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
                 attempt = _Attempt.NO_ROOM if is_full else self._start(ticket, ahead)
                 if attempt is not _Attempt.DECIDED:
-                    refused = ticket if attempt is _Attempt.NO_ROOM else None
+                    self._refused = ticket if attempt is _Attempt.NO_ROOM else None
                     break
-            before.add(request.rid)
+            self._before.add(request.rid)
             if not is_full:  # else nothing more starts: what the others need does not matter
                 ahead.add(request, ticket)
                 is_full = not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
         self._overtaking.look()
-        if self._line.stand(refused, before) and refused is not None:
+        if self._refused is not None:
+            self._be_patient(self._refused)
+
+    def _be_patient(self, refused: Ticket) -> None:
+        """It found no room: it waits for that, but not behind others for ever."""
+        now = self._waiting.clock()
+        # With nobody before it there is none for its prefill either, which needs more.
+        if refused.refused_since is None or not self._before:
+            refused.refused_since = now
+        if now - refused.refused_since >= _REFUSED_LIMIT_S:
             self._observer.count("restore.no_slots")
             refused.note("no room for a restore")
             refused.give_up()

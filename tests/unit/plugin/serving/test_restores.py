@@ -568,58 +568,50 @@ def test_a_request_that_vanished_does_not_hold_anything(
     assert world.coordinator.waiting.phases() == {"resolved": 0, "pending": 0, "running": 0, "pinned": 0}
 
 
-def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.store(tokens(1, 4))
-    world.scheduler.running = True
-    world.scheduler.reserved = CAPACITY
-    world.queue("a", tokens(1, 4))
-    world.coordinator.tick()
-    assert not world.coordinator.may_be_admitted("a")
-    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.0)
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
-    assert world.coordinator.may_be_admitted("a")
-
-
 @pytest.fixture
 def clock(world: World, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """By which requests wait for room: it goes on as a test says, however busy the machine is."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(world.coordinator._starter._line, "_clock", lambda: clock.now)
+    monkeypatch.setattr(world.coordinator.waiting, "clock", lambda: clock.now)
     return clock
+
+
+def test_who_finds_no_room_with_nobody_before_it_waits_for_it(world: World, clock: SimpleNamespace) -> None:
+    """However long: its prefill would need as much, and SGLang admits nobody behind it either."""
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    for name in range(1, 4):
+        world.store(tokens(name, 4))
+        world.queue(f"r{name}", tokens(name, 4))
+    for _ in range(300):
+        clock.now += 10
+        world.coordinator._starter.look_again()
+        world.coordinator.tick()
+        assert not any(map(world.coordinator.may_be_admitted, world.scheduler.line))
+    world.scheduler.reserved = 0
+    world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 3
 
 
 def test_one_that_gives_up_takes_nobody_with_it(world: World, clock: SimpleNamespace) -> None:
     """All wait behind the first for as long as it does, and that is no reason to recompute them."""
-    world.scheduler.running = True
-    world.scheduler.reserved = CAPACITY
-    for name in range(1, 6):
+    waiting_for_room(world)
+    for name in range(2, 5):
         world.store(tokens(name, 4))
         world.queue(f"r{name}", tokens(name, 4))
-    world.coordinator.tick()
-    clock.now += 31
+    clock.now += 121
     world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert world.counters["restore.no_slots"] == 1
-    assert world.coordinator.waiting.phases()["pending"] == 4
-    assert world.coordinator.may_be_admitted("r1")
-    world.scheduler.line.remove("r1")
-    world.coordinator.admitted("r1", 0)
+    assert world.coordinator.waiting.phases()["pending"] == 3
+    assert world.coordinator.may_be_admitted("first")
+    for rid in ("earlier", "first", "later"):
+        world.scheduler.line.remove(rid)
+        world.coordinator.admitted(rid, 0)
     world.scheduler.reserved = 0
     world.coordinator.tick()
-    assert len(world.engine.jobs) == 4
-
-
-def test_it_does_not_give_up_while_sglang_has_no_room_for_those_before_it(
-    world: World, clock: SimpleNamespace
-) -> None:
-    waiting_for_room(world)
-    clock.now += 31
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
-    assert not world.coordinator.may_be_admitted("first")
+    assert len(world.engine.jobs) == 3
 
 
 def test_restores_leave_the_room_that_those_before_them_need(world: World) -> None:
