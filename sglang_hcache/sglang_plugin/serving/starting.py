@@ -21,7 +21,8 @@ from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
 _LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
 _REFUSED_LIMIT_S = 120.0
-"""A request that finds no room behind others for so long is recomputed: a policy may always put others before it."""
+"""A request that finds no room for so long behind others, or while nothing runs, is recomputed: a policy may always put
+others before it."""
 
 
 class _Attempt(Enum):
@@ -150,10 +151,10 @@ class Starter:
             self._be_patient(self._refused)
 
     def _be_patient(self, refused: Ticket) -> None:
-        """It found no room: it waits for that, but not behind others for ever."""
+        """It found no room: it waits for that, but not behind others for ever, nor if nothing will make room."""
         now = self._waiting.clock()
-        # With nobody before it there is none for its prefill either, which needs more.
-        if refused.refused_since is None or not self._before:
+        # With nobody before it there is none for its prefill either, which needs more, before one that runs has ended.
+        if refused.refused_since is None or (not self._before and self._scheduler.is_running()):
             refused.refused_since = now
         if now - refused.refused_since >= _REFUSED_LIMIT_S:
             self._observer.count("restore.no_slots")

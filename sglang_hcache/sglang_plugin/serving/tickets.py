@@ -192,7 +192,7 @@ class Ticket:
     matched_at: float = 0.0
     """... and when it was last looked then what of it is on the device."""
     refused_since: float | None = None
-    """When it was first the one that found no room behind others."""
+    """When it was first the one that found no room, though it was not only running requests that it waited for."""
     has_missed: bool = False
     """Whether it was counted that a chunk of it is in no tier."""
     awaits: Restore | None = None

@@ -594,6 +594,24 @@ def test_who_finds_no_room_with_nobody_before_it_waits_for_it(world: World, cloc
     assert len(world.engine.jobs) == 3
 
 
+def test_who_finds_no_room_though_nothing_runs_is_recomputed_in_the_end(
+    world: World, clock: SimpleNamespace
+) -> None:
+    world.scheduler.reserved = CAPACITY
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    clock.now += 119
+    world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("a")
+    clock.now += 1
+    world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    assert world.counters["restore.no_slots"] == 1
+
+
 def test_one_that_gives_up_takes_nobody_with_it(world: World, clock: SimpleNamespace) -> None:
     """All wait behind the first for as long as it does, and that is no reason to recompute them."""
     waiting_for_room(world)
