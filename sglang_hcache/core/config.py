@@ -167,16 +167,10 @@ class HCacheConfig(BaseModel):
     save_profile: Path | None = None
     """File that receives what was measured at startup; ``hcache profile`` uses this. Measures even if a profile
     exists."""
-    max_inflight_fraction: Number = Field(default=0.5, gt=0, le=0.9)
-    """Share of the KV pool that restores may hold while they run or wait for admission, at most 0.9. A single restore
-    may exceed it."""
     restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
     """Seconds, including the wait for earlier restores, after which a restore is abandoned and its request recomputed;
     at most 3600. Applies with ``restore`` always and where no costs are known to predict with. Otherwise the deadline
     follows from the predicted recompute time."""
-    slow_request_s: Number = Field(default=10.0, gt=0, le=3600)
-    """If a request waits longer than this many seconds for its restore, the log says what it waited for, at most once
-    a minute; at most 3600. With ``--log-level debug`` every request with a prompt of more than 64 tokens is logged."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Maximum seconds that a graceful stop spends on saving the latest rows and writing host memory to disk, at most
     12: SGLang kills its processes 15 s after asking them to stop."""
@@ -260,9 +254,7 @@ FILE_ONLY_FIELDS = frozenset(
         "io_timeout_s",
         "measure_s",
         "save_profile",
-        "max_inflight_fraction",
         "restore_deadline_s",
-        "slow_request_s",
         "shutdown_flush_s",
     }
 )

@@ -320,7 +320,7 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     (folder / "taken").mkdir()
     (folder / "taken" / "typo.yaml").touch()
     settings = folder / "settings.yaml"
-    settings.write_text("host_size: 2GB\ndisk_size: 7GB\nslow_request_s: 8\n", encoding="utf-8")
+    settings.write_text("host_size: 2GB\ndisk_size: 7GB\nrestore_deadline_s: 8\n", encoding="utf-8")
     (folder / "server.yaml").write_text("hierarchical-cache: off\n", encoding="utf-8")
     (folder / "keys.yaml").write_text("api-key:\nadmin-api-key: yes\n", encoding="utf-8")
     (folder / "typo.yaml").write_text("hots_size: 2GB\n", encoding="utf-8")
@@ -487,7 +487,7 @@ def test_flags_reach_the_configuration_and_win_over_the_file(results: dict[str, 
     flags = json.loads(results["flags"]["fields"]["hicache_storage_backend_extra_config"])
     assert (flags["dirs"], flags["host_size"]) == (["/a", "/b"], "512MiB")
     file = json.loads(results["file"]["fields"]["hicache_storage_backend_extra_config"])
-    assert (file["host_size"], file["disk_size"], file["slow_request_s"]) == ("2GB", "9GB", 8)
+    assert (file["host_size"], file["disk_size"], file["restore_deadline_s"]) == ("2GB", "9GB", 8)
 
 
 def test_on_a_cpu_the_kv_pool_leaves_room_for_the_host_tier(results: dict[str, Any]) -> None:

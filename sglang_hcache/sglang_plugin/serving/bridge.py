@@ -77,7 +77,7 @@ class Bridge:
         self._engine = RestoreEngine(pipeline, counters, running.one_has_changed)
         self._maker = maker = RestoreMaker(device, tiers, config, counters, budget.block_chunks, gate)
         outcomes = Outcomes(device, tiers.layout, counters, gate)
-        self.restores = RestoreCoordinator(device, config, counters, maker, outcomes, self._engine, running)
+        self.restores = RestoreCoordinator(device, counters, maker, outcomes, self._engine, running)
         self._idling = Idling(self.restores, self.saving)
         self._closed = threading.Event()
         self.last_writes = LastWrites(tiers, counters)

@@ -37,7 +37,6 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
@@ -55,6 +54,7 @@ logger = logging.getLogger(__name__)
 _PIN_LIMIT_S = 10.0
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
 _HOLD_S = 0.25  # time in which nobody takes the room that pins leave, so that the head of the queue gets it
+_SLOW_S = 10.0  # who waits longer for its restore is named in the log
 _STOP_S = 30.0  # jobs that are stopped end far sooner, and the alternatives are worse than to wait
 
 
@@ -70,7 +70,6 @@ class RestoreCoordinator:
     def __init__(
         self,
         device: Device,
-        config: HCacheConfig,
         observer: Observer,
         maker: RestoreMaker,
         outcomes: Outcomes,
@@ -87,11 +86,8 @@ class RestoreCoordinator:
         self._patience = Patience(device.ranks.now)
         self.waiting = Waiting(device.tree, device.scheduler, observer, self._patience.now)
         self.running = running
-        self._starter = Starter(
-            device, config, observer, maker, engine, running, self.waiting, _PIN_LIMIT_S / 2
-        )
+        self._starter = Starter(device, observer, maker, engine, running, self.waiting, _PIN_LIMIT_S / 2)
         self._stalled = 0
-        self._slow_s = config.slow_request_s
         self._may_tell = Throttle()
 
     # -- called by the scheduler -----------------------------------------------------------------
@@ -153,7 +149,7 @@ class RestoreCoordinator:
             self._tell_if_slow(ticket)
 
     def _tell_if_slow(self, ticket: Ticket) -> None:
-        if ticket.held_s > self._slow_s and self._may_tell():
+        if ticket.held_s > _SLOW_S and self._may_tell():
             logger.info(
                 "hcache: request %r waited %.1f s for a restore: %s",
                 ticket.prompt.rid,

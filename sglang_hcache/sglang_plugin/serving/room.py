@@ -8,22 +8,20 @@ from sglang_hcache.sglang_plugin.seam.protocols import DeviceMatch, DeviceTree, 
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
+_MOST_HELD = 0.5
+"""Share of the pool that restores and pins may hold together; one restore may always run alone."""
+
 
 class Room:
-    """Within our share of the pool, and not those that other requests will need. For the scheduler's thread.
-
-    Args:
-        most_held: share of the pool that restores and pins may hold together; one restore may always run alone.
-    """
+    """Within our share of the pool, and not those that other requests will need. For the scheduler's thread."""
 
     def __init__(
-        self, tree: DeviceTree, scheduler: SchedulerView, running: Running, waiting: Waiting, most_held: float
+        self, tree: DeviceTree, scheduler: SchedulerView, running: Running, waiting: Waiting
     ) -> None:
         self._tree = tree
         self._scheduler = scheduler
         self._running = running
         self._waiting = waiting
-        self._most_held = most_held
         self._reserved = 0
 
     def look(self) -> None:
@@ -43,7 +41,7 @@ class Room:
     def has(self, count: int, ahead: int) -> bool:
         """Whether ``count`` slots may be taken, with ``ahead`` left for requests that come first in the queue."""
         held = self.held_tokens
-        if held and held + count > self._most_held * self._tree.capacity():
+        if held and held + count > _MOST_HELD * self._tree.capacity():
             return False
         return self.is_left(count + ahead)
 

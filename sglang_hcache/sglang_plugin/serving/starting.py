@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import StoreError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -43,7 +42,6 @@ class Starter:
     def __init__(
         self,
         device: Device,
-        config: HCacheConfig,
         observer: Observer,
         maker: RestoreMaker,
         engine: RestoreEngine,
@@ -60,7 +58,7 @@ class Starter:
         self._running = running
         self._waiting = waiting
         self._most_idle_s = most_idle_s
-        self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
+        self._room = Room(device.tree, device.scheduler, running, waiting)
         self._overtaking = Overtaking(device, self._room, running, waiting, maker.may_overtake)
         self._holding_until = 0.0
         self._next_look = 0.0

@@ -224,7 +224,7 @@ def test_names_of_models_make_no_paths(name):
 
 def test_arguments_and_settings_of_the_server(run, tmp_path):
     (tmp_path / "server.yaml").write_text(
-        "dirs: [/from/file]\nhost_size: 1GB\nslow_request_s: 8\nmethod: kv\nmeasure_s: 1\nprofile: /old\n"
+        "dirs: [/from/file]\nhost_size: 1GB\nrestore_deadline_s: 8\nmethod: kv\nmeasure_s: 1\nprofile: /old\n"
     )
     server = StandIn(made_profile())
     status, _, err = run(
@@ -241,7 +241,7 @@ def test_arguments_and_settings_of_the_server(run, tmp_path):
     assert server.settings == {
         "dirs": ["/from/file"],
         "host_size": "2GB",
-        "slow_request_s": 8,
+        "restore_deadline_s": 8,
         "method": "auto",
         "measure_s": 7.0,
     }

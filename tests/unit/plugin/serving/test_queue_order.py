@@ -336,9 +336,9 @@ def test_what_is_restored_survives_a_pause_of_the_scheduler(clock: Clock) -> Non
 
 
 def test_the_log_says_what_a_slow_request_waited_for(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    world = World(config=HCacheConfig(slow_request_s=3.0))
+    world = World()
     with caplog.at_level("INFO"):
-        for rid, seconds in (("quick", 2.9), ("slow", 3.1), ("slow too, in the same minute", 9.0)):
+        for rid, seconds in (("quick", 9.9), ("slow", 10.1), ("slow too, in the same minute", 19.0)):
             start(world, rid, tokens(len(rid), 2))
             clock.now += seconds
             world.engine.end(RestoreState.DONE)
@@ -346,16 +346,16 @@ def test_the_log_says_what_a_slow_request_waited_for(clock: Clock, caplog: pytes
             clock.now += 9.0  # SGLang has no room for it
             world.coordinator.admitted(rid, 2 * CHUNK_TOKENS)
     (line,) = [record.message for record in caplog.records if "waited" in record.message]
-    assert line.startswith("hcache: request 'slow' waited 3.1 s for a restore: +0.000 queued")
+    assert line.startswith("hcache: request 'slow' waited 10.1 s for a restore: +0.000 queued")
     assert "restored in" in line
 
 
 def test_a_client_writes_no_lines_into_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Its request's id is what it says."""
-    world = World(config=HCacheConfig(slow_request_s=3.0))
+    world = World()
     with caplog.at_level("DEBUG"):
         start(world, "a\nhcache: error: b", tokens(1, 2))
-        clock.now += 9.0
+        clock.now += 19.0
         world.coordinator.drop("a\nhcache: error: b")
     told = [record.message for record in caplog.records if "hcache: request" in record.message]
     assert len(told) == 2

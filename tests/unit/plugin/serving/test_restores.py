@@ -26,7 +26,7 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
-from sglang_hcache.sglang_plugin.serving import line, restores, starting, tickets, waiting
+from sglang_hcache.sglang_plugin.serving import line, restores, room, starting, tickets, waiting
 from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
@@ -247,7 +247,6 @@ class World:
         self.maker = RestoreMaker(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)
         self.coordinator = RestoreCoordinator(
             device,
-            config,
             self.counters,
             self.maker,
             Outcomes(device, layout, self.counters, gate),
@@ -518,9 +517,12 @@ def test_running_requests_keep_their_reserve(world: World) -> None:
 
 
 @pytest.mark.parametrize(("share", "at_once"), [(0.3, 1), (0.5, 1), (0.8, 2)])
-def test_restores_share_the_pool_with_the_rest(share: float, at_once: int) -> None:
+def test_restores_share_the_pool_with_the_rest(
+    share: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So much of it is in flight or pinned at most, but one restore may always run alone. Here each needs 0.35."""
-    world = World(config=HCacheConfig(max_inflight_fraction=share))
+    monkeypatch.setattr(room, "_MOST_HELD", share)
+    world = World()
     for name in (1, 2):
         world.store(tokens(name, 14))
         world.queue(f"r{name}", tokens(name, 14))
