@@ -158,7 +158,7 @@ def _lookups(settings: Settings) -> list[dict[str, Any]]:
             "what": f"memory of {settings.chunks:,} chunks' names",
             "unit": "bytes",
             OFF: 0.0,
-            TIER: found.index_bytes,
+            TIER: found.catalog_bytes,
         },
     ]
 

@@ -23,7 +23,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, StateLay
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.format.geometry import shape_of
-from sglang_hcache.store.format.rows import RunPlace
+from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.tier.host import HostTier
@@ -41,7 +41,7 @@ class Lookup:
 
     keys_s: float
     match_s: float
-    index_bytes: int
+    catalog_bytes: int
 
 
 def measure_lookup(num_chunks: int, prompt_tokens: int) -> Lookup:
@@ -54,7 +54,7 @@ def measure_lookup(num_chunks: int, prompt_tokens: int) -> Lookup:
         before = psutil.Process().memory_info().rss
         _fill(disk, num_chunks, prompts)
         gc.collect()
-        index_bytes = psutil.Process().memory_info().rss - before
+        catalog_bytes = psutil.Process().memory_info().rss - before
         for prompt in prompts:
             began = time.perf_counter()
             keys = chunk_keys(_ROOT, prompt)
@@ -63,7 +63,7 @@ def measure_lookup(num_chunks: int, prompt_tokens: int) -> Lookup:
             match_s.append(time.perf_counter() - between)
             keys_s.append(between - began)
             assert found == len(keys)
-    return Lookup(statistics.median(keys_s), statistics.median(match_s), index_bytes)
+    return Lookup(statistics.median(keys_s), statistics.median(match_s), catalog_bytes)
 
 
 @contextmanager
@@ -113,4 +113,4 @@ class _Filling:
             place = RunPlace(
                 os.urandom(16), bytes(16), part, first, shape, self._segment.number, (self._num_runs,)
             )
-            self._catalog.adopt_run(StoredRun(place, self._segment, self._num_runs))
+            self._catalog.adopt_run(StoredRun(place, self._segment))

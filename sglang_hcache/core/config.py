@@ -110,7 +110,7 @@ class HCacheConfig(BaseModel):
     """Directories of the disk tier, one per device, at most 16, separated by commas. Without this flag there is only
     the host tier, and nothing is written to disk."""
     disk_size: Size = 64 * 10**9
-    """Hard cap on the physical bytes of the disk tier: all directories and all ranks together, index included."""
+    """Hard cap on the physical bytes of the disk tier: all directories and all ranks together."""
     disk_free_floor: SizeOrPercent = 8 * 10**9
     """Free space to leave on each file system, in bytes or as a share of its size, such as 10%. If other data fills
     the disk, the tier deletes its own chunks to keep this much free."""
@@ -141,7 +141,7 @@ class HCacheConfig(BaseModel):
     preadv and pwritev), or whichever a short probe at startup finds faster (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
     """Maximum bytes of chunks that the disk tier writes in any 24 hours, to limit wear on the drives. They are counted
-    by whole hours, so up to an hour longer. Its index, the log and probes of the disk are not counted. When the budget
+    by whole hours, so up to an hour longer. Its own small files and probes of the disk are not counted. When the budget
     is nearly used up, chunks that were never reused are not written. Use the capacity of the drives times their rated
     drive writes per day."""
     disk_max_age: Duration | None = None

@@ -12,7 +12,6 @@
     |   |   +-- WriteBudgetError     the day's write budget forbids it
     |   +-- StoreIOError         the device failed or is gone
     |   |   +-- StoreTimeoutError    the device is late and may still touch the memory it was given
-    |   |   +-- TemporaryFolderError the folder for temporary files takes no copy of the index
     |   +-- CorruptExtentError   bytes read are not the bytes written
     +-- TierMissError        a chunk that was promised is not there any more
     +-- RestoreError
@@ -65,12 +64,8 @@ class StoreTimeoutError(StoreIOError):
     """An operation overran its deadline. It may still end: the memory it was given must not be used again."""
 
 
-class TemporaryFolderError(StoreIOError):
-    """The folder for temporary files takes no copy of the index, which says nothing of the index."""
-
-
 class CorruptExtentError(StoreError):
-    """An extent's identity or digest does not match what the index promised."""
+    """An extent's identity or digest does not match what was written."""
 
 
 class TierMissError(HCacheError):

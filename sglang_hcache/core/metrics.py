@@ -189,7 +189,7 @@ COUNTERS = (
             "store.segments_evicted": "segment_evicted", "store.segments_expired": "segment_expired",
             "store.unlink_failures": "unlink_failed",
             "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
-            "store.index_rebuilds": "index_rebuilt", "store.upkeep_failures": "upkeep_failed",
+            "store.upkeep_failures": "upkeep_failed",
             "demote.requests_dropped": "demotion_late", "demote.runs_failed": "demotion_failed",
         },
     ),
@@ -239,7 +239,7 @@ GAUGES = (
     GaugeMetric(
         "tier_bytes",
         "Bytes that a tier takes. For disk: what its files count against the capacity, including room for the next "
-        "chunks, the index, and 16 KiB per file for file system overhead.",
+        "chunks and 16 KiB per file for file system overhead.",
         "bytes", ("tier",), ("host", "disk"),
     ),
     GaugeMetric(

@@ -22,7 +22,7 @@ _FACTORS = {"": 1, **{unit.upper(): factor for unit, factor in _UNITS.items()}}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 _TOO_LARGE = 2**63
-"""More than files and the index can count."""
+"""More than files can count."""
 
 _LEAST_WITHOUT_UNIT = 10**6
 """A smaller number is one whose unit was forgotten: nobody counts a tier in bytes."""

@@ -1,4 +1,4 @@
-"""Bytes on disk: runs of chunks in segment files, an index, and nothing about what the bytes mean.
+"""Bytes on disk: runs of chunks in segment files, found by their headers, and nothing about what the bytes mean.
 
 The format is docs/store-format.md. ``DiskStore`` is the way in; everything else is a part of it (docs/design.md, "The
 disk store", says where to start, which object knows what, and what becomes of a segment's files):

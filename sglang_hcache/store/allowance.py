@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 from sglang_hcache.core.errors import WriteBudgetError
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.format.values import read_value
+from sglang_hcache.store.format.state import read_value
 from sglang_hcache.store.steadiness import Steadiness
 
 _HOUR_S = 3600
@@ -46,6 +47,14 @@ class WriteAllowance:
     def from_json(cls, budget_bytes: int | None, text: str | None) -> WriteAllowance:
         """What :meth:`to_json` wrote; anything else counts as nothing written."""
         return cls(budget_bytes, read_value(text, _hours_of))
+
+    def add(self, written: Mapping[float, int]) -> None:
+        """Bytes that an earlier process wrote, by time (seconds since 1970)."""
+        with self._lock:
+            for time_s, size in written.items():
+                if math.isfinite(time_s):
+                    hour = int(time_s // _HOUR_S)
+                    self._hours[hour] = self._hours.get(hour, 0) + size
 
     def to_json(self) -> str:
         with self._lock:

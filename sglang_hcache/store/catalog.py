@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.store.format.rows import Recency
+from sglang_hcache.store.format.state import SegmentState
 from sglang_hcache.store.segments import Segment, StoredRun
 
 
@@ -38,16 +39,6 @@ class CatalogCounts:
     """Of each layer of a chunk in the newest run; none if there was no run yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retired:
-    """What :meth:`Catalog.retire` took out."""
-
-    rows: list[int]
-    """Numbers of its runs."""
-    chunks: list[bytes]
-    """Those that became misses."""
-
-
 class Catalog:
     """The in-memory maps. Every method is safe from any thread and returns without waiting for I/O.
 
@@ -65,11 +56,13 @@ class Catalog:
         self._chunks: dict[bytes, StoredRun] = {}
         self._segments: dict[int, Segment] = {}
         self._layer_bytes: tuple[int, ...] = ()
-        self._stale: set[Segment] = set()
+        self._newest = 0
+        """The segment of the run that has them."""
         self._clock = 0
         self._floor = 0.0
         self._out_mask = 0
-        self._next_run = 0
+        self._marked: dict[StoredRun, None] = {}
+        """Runs with chunks in quarantine."""
         self._quarantined = 0
 
     # -- finding ---------------------------------------------------------------------------------
@@ -161,17 +154,6 @@ class Catalog:
                 if number > last:
                     self._use([self._segments[number]], depth=0)
 
-    def skip_run_numbers(self, last: int) -> None:
-        """At start: the index has rows with numbers up to ``last``, of which some may be of no run."""
-        with self._lock:
-            self._next_run = max(self._next_run, last)
-
-    def take_run_number(self) -> int:
-        """A number for a new run, larger than any before."""
-        with self._lock:
-            self._next_run += 1
-            return self._next_run
-
     def add_run(self, run: StoredRun) -> bool:
         """Make a run readable; False if its segment was retired meanwhile. Counts as a use of the least cost.
 
@@ -196,13 +178,13 @@ class Catalog:
             if not run.dropped:
                 self._forget(run)
 
-    def drop_file(self, segment: Segment, stripe: int) -> list[StoredRun]:
-        """Make all runs misses that have a part in the file of ``segment`` in directory ``stripe``; returns them."""
+    def drop_file(self, segment: Segment, stripe: int) -> int:
+        """Make all runs misses that have a part in the file of ``segment`` in directory ``stripe``; says how many."""
         with self._lock:
             gone = [run for run in segment.runs if not run.dropped and run.place.shape.part_bytes[stripe]]
             for run in gone:
                 self._forget(run)
-            return gone
+            return len(gone)
 
     def quarantine(self, run: StoredRun, chunks: Mapping[int, str]) -> dict[int, str]:
         """Stop serving some chunks of a run; returns those that were served until now."""
@@ -211,24 +193,24 @@ class Catalog:
                 return {}
             fresh = {index: why for index, why in chunks.items() if index not in run.quarantined}
             run.quarantined.update(fresh)
+            self._marked[run] = None
             self._quarantined += len(fresh)
             for index in fresh:
                 self._forget_chunk(run, index)
             return fresh
 
-    def retire(self, segment: Segment, only_unpinned: bool) -> Retired | None:
-        """Take a segment and its runs out of the maps; None if it is out already or must not be pinned."""
+    def retire(self, segment: Segment, only_unpinned: bool) -> list[bytes] | None:
+        """Take a segment out of the maps: chunks that become misses; None if it is out, or pinned and must not be."""
         with self._lock:
             if segment.retired or (only_unpinned and segment.pins):
                 return None
             segment.retired = True
             del self._segments[segment.number]
-            self._stale.discard(segment)
-            runs = sorted(segment.runs, key=lambda run: run.number)
+            runs = sorted(segment.runs, key=lambda run: run.place.age)
             chunks = [key for run in runs for key in run.place.keys if self._chunks.get(key) is run]
             for run in runs:
                 self._forget(run)
-            return Retired([run.number for run in runs], chunks)
+            return chunks
 
     # -- eviction --------------------------------------------------------------------------------
 
@@ -250,25 +232,42 @@ class Catalog:
         with self._lock:
             return self._evictable()
 
-    @contextmanager
-    def unsaved_recency(self) -> Iterator[dict[int, Recency]]:
-        """Segments used since they were saved. If the block fails, they come again."""
-        with self._lock:
-            taken, self._stale = self._stale, set()
-            recency = {segment.number: Recency(segment.last_used, segment.score) for segment in taken}
-        try:
-            yield recency
-        except BaseException:
-            with self._lock:
-                self._stale.update(segment for segment in taken if not segment.retired)
-            raise
-
     # -- looking around --------------------------------------------------------------------------
 
     def segments(self) -> list[Segment]:
         """By number."""
         with self._lock:
             return [self._segments[number] for number in sorted(self._segments)]
+
+    def segment_states(self) -> dict[int, SegmentState]:
+        """Of each segment."""
+        with self._lock:
+            lost = Counter(run.segment for run in self._marked if len(run.quarantined) == len(run.place.keys))
+            return {
+                number: SegmentState(item.last_used, item.score, len(item.runs) - lost[item])
+                for number, item in self._segments.items()
+            }
+
+    def quarantined(self, most: int) -> dict[bytes, dict[int, str]]:
+        """Run id -> chunk of the run -> why it is not served; the newest, of so many chunks at most."""
+        found: dict[bytes, dict[int, str]] = {}
+        with self._lock:
+            for run in sorted(
+                self._marked, key=lambda run: (run.segment.number, run.place.age), reverse=True
+            ):
+                most -= len(run.quarantined)
+                if most < 0:
+                    break
+                found[run.place.run_id] = dict(run.quarantined)
+        return found
+
+    def coldest(self, most: int) -> list[int]:
+        """The segments with the lowest scores, in use or not."""
+        with self._lock:
+            found = heapq.nsmallest(
+                most, self._segments.values(), key=lambda item: (item.score, item.last_used)
+            )
+            return [segment.number for segment in found]
 
     def counts(self) -> CatalogCounts:
         with self._lock:
@@ -288,23 +287,25 @@ class Catalog:
             self._clock += 1
             segment.last_used = self._clock
             segment.score = max(segment.score, self._floor + cost)
-            if not segment.retired:
-                self._stale.add(segment)
 
     def _admit(self, run: StoredRun) -> None:
         run.segment.runs.add(run)
-        self._layer_bytes = run.place.shape.chunk_layer_bytes
+        if run.place.segment >= self._newest:  # not of an old one in a directory that is back
+            self._newest, self._layer_bytes = run.place.segment, run.place.shape.chunk_layer_bytes
         for index, key in enumerate(run.place.keys):
             other = self._chunks.get(key)
-            # By segments, whose numbers grow with age: of two runs at once the first may be committed last.
+            # By segments, whose numbers grow with age: of two runs at once the first may be ready last.
             is_newest = other is None or run.place.segment >= other.place.segment
             if index not in run.quarantined and is_newest:
                 self._chunks[key] = run
+        if run.quarantined:
+            self._marked[run] = None
         self._quarantined += len(run.quarantined)
 
     def _forget(self, run: StoredRun) -> None:
         run.segment.runs.discard(run)
         run.dropped = True
+        self._marked.pop(run, None)
         self._quarantined -= len(run.quarantined)
         for index in range(len(run.place.keys)):
             self._forget_chunk(run, index)

@@ -1,15 +1,18 @@
-"""Segment files on one side, runs on the other: what belongs together, and which files are nobody's."""
+"""Segment files on one side, runs on the other: what belongs together, what is lost, which files are nobody's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.format.geometry import BLOCK
-from sglang_hcache.store.format.rows import Recency, RunPlace
-from sglang_hcache.store.scan import scan_segments
+from sglang_hcache.store.format.place import RunPlace
+from sglang_hcache.store.format.state import SegmentState, State
+from sglang_hcache.store.scan import Found, scan_segments
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
@@ -36,6 +39,11 @@ class Files:
             if found is not None and number in found
         }
 
+    @property
+    def is_all(self) -> bool:
+        """No directory is out."""
+        return None not in self.found
+
     def numbers(self) -> list[int]:
         return sorted({number for found in self.found if found is not None for number in found})
 
@@ -43,26 +51,41 @@ class Files:
         """Bytes of the largest file of a segment, of those that can be seen."""
         return max((file.size for file in self.of(number).values()), default=0)
 
+    def written_s(self, number: int) -> float:
+        """When a segment was written to last, seconds since 1970; -inf: no file of it can be asked."""
+        return max((file.written_s for file in self.of(number).values()), default=-math.inf)
+
     def uncleared(self) -> list[int]:
         """Numbers of segments that may hold runs."""
         return [number for number in self.numbers() if number >= self.first_segment]
 
+    def only(self, numbers: Collection[int]) -> Files:
+        """Those of these segments."""
+        found = (
+            files and {number: files[number] for number in files.keys() & numbers} for files in self.found
+        )
+        return Files(self.first_segment, [*found])
+
     def runs(self, volumes: Sequence[Volume]) -> list[RunPlace]:
         """Those that segments hold, by their headers, by age. Raises OSError."""
-        return [place for place in scan_segments(self.uncleared(), volumes) if self.hold(place)]
+        return [place for place, missing in self.scan(volumes) if not missing]
 
-    def hold(self, place: RunPlace) -> bool:
-        """Whether every part lies on the block grid inside its file, as far as files can be seen."""
-        if place.segment < self.first_segment:
-            return False
-        for found, offset, size in zip(self.found, place.offsets, place.shape.part_bytes, strict=True):
-            if not size:
-                continue
+    def scan(self, volumes: Sequence[Volume]) -> Found:
+        """Those of which anything is there, by age, and where, as bits, something is missing. Raises OSError."""
+        return [
+            (place, missing | self._outside(place))
+            for place, missing in scan_segments(self.uncleared(), volumes)
+        ]
+
+    def _outside(self, place: RunPlace) -> int:
+        """Where, as bits, a part is not on the block grid inside its file, as far as files can be seen."""
+        outside = 0
+        for stripe, found in enumerate(self.found):
             file = None if found is None else found.get(place.segment)
-            inside = found is None or (file is not None and offset + size <= file.size)
-            if offset % BLOCK or not inside:
-                return False
-        return True
+            is_inside = found is None or (file is not None and place.end(stripe) <= file.size)
+            if place.shape.part_bytes[stripe] and (place.offsets[stripe] % BLOCK or not is_inside):
+                outside |= 1 << stripe
+        return outside
 
 
 class Census:
@@ -80,22 +103,25 @@ class Census:
         self.segments: dict[int, Segment] = {}
         """By number. The catalog does not have them yet: ``Space`` adds them."""
 
-    def admit(self, number: int, place: RunPlace, recency: Recency, quarantined: Mapping[int, str]) -> bool:
-        """Whether files hold the run at ``place``, which is in the catalog then. The rest is what the index says."""
-        if not self._files.hold(place):
-            return False
+    def admit(self, place: RunPlace, known: SegmentState, quarantined: Mapping[int, str]) -> bool:
+        """Put the run at ``place`` into the catalog, unless others say that its segment has other files.
+
+        Args:
+            known: what the state says of its segment, ...
+            quarantined: ... and of it.
+        """
         segment = self.segments.get(place.segment)
         if segment is None:
             # One that cannot be seen was made as long as the others, and is cut when they are.
             file_bytes = self._files.longest(place.segment)
             segment = Segment(place.segment, self._volumes, place.shape.members, file_bytes)
             segment.found = self._files.of(place.segment)
-            segment.last_used, segment.score = recency.last_used, recency.score
+            segment.last_used, segment.score = known.last_used, known.score
             self.segments[place.segment] = segment
         elif segment.members != place.shape.members:
             return False
         segment.take(place)
-        run = StoredRun(place, segment, number)
+        run = StoredRun(place, segment)
         run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
         self._catalog.adopt_run(run)
         return True
@@ -120,6 +146,26 @@ class Census:
                     segment.note(stripe, file)
                 found.append(segment)
         return found
+
+
+def is_served(state: State, place: RunPlace) -> bool:
+    """Whether a run counts among those of its segment in ``state``: not all of its chunks are in quarantine."""
+    return len(state.quarantined.get(place.run_id, {})) < len(place.keys)
+
+
+def lost_runs(state: State, files: Files, places: Sequence[RunPlace]) -> dict[int, int]:
+    """How many runs that ``state`` knows are not among ``places``, those that are whole; by segment.
+
+    None of a segment that was about to be evicted or erased, or of which the files may be in a directory that is out.
+    """
+    whole = Counter(place.segment for place in places if is_served(state, place))
+    seen = {*files.numbers()}
+    lost = {
+        number: known.runs - whole[number]
+        for number, known in state.segments.items()
+        if number >= files.first_segment and number not in state.going and (files.is_all or number in seen)
+    }
+    return {number: count for number, count in sorted(lost.items()) if count > 0}
 
 
 def _files(volume: Volume) -> dict[int, SegmentFile] | None:

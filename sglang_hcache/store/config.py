@@ -16,11 +16,8 @@ from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, MAX_LAYERS, M
 FILE_SLACK_BYTES = 16 * 2**10
 """Allowance per segment file for what a file system adds (extent tree blocks), bytes."""
 
-_INDEX_RESERVE_MIN = 4 * 2**20
-_INDEX_RESERVE_PERCENT = 2
-_WAL_BYTES = 2**21
-"""For the index's log (``index.LOG_BYTES`` and a transaction more)."""
-_DIRECTORY_BYTES = 64 * 2**10
+_RESERVE_MIN = 4 * 2**20
+_RESERVE_SHARE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +45,6 @@ class StoreConfig:
     each 20 MB."""
     retry_s: float = 1.0
     """First attempt to take a directory in again, seconds; doubles up to a minute."""
-    index_patience_s: float = 30.0
-    """How long the index's directory is waited for while it takes no writes, before the index is given up, seconds.
-    Nothing is stored meanwhile; but without it the next start reads all headers, and forgets what only it knew."""
     write_budget_bytes: int | None = None
     """Most bytes written in any 24 hours; None: as many as come."""
     max_age_s: float | None = None
@@ -70,7 +64,7 @@ class StoreConfig:
             raise ConfigError(
                 f"--hcache-dirs: {len(self.dirs)} directories, at most {MAX_STRIPES} are supported"
             )
-        least = 2 * (self.file_bytes + FILE_SLACK_BYTES) * len(self.dirs) + self.index_reserve_bytes
+        least = 2 * (self.file_bytes + FILE_SLACK_BYTES) * len(self.dirs) + self.reserve_bytes
         if self.size_bytes < least:
             raise ConfigError(
                 f"--hcache-disk-size: {format_bytes(self.size_bytes)} is too small; segments of "
@@ -92,19 +86,14 @@ class StoreConfig:
         return max(self.segment_bytes // len(self.dirs) // BLOCK, 2) * BLOCK
 
     @property
-    def index_reserve_bytes(self) -> int:
-        """Part of the cap kept for the index, its log, the directories and their small files."""
-        return max(_INDEX_RESERVE_MIN, self.size_bytes * _INDEX_RESERVE_PERCENT // 100)
-
-    @property
-    def index_file_bytes(self) -> int:
-        """Largest size of the SQLite file, without its log."""
-        return self.index_reserve_bytes - _WAL_BYTES - _DIRECTORY_BYTES * len(self.dirs)
+    def reserve_bytes(self) -> int:
+        """Part of the cap kept for the directories, the states and other small files."""
+        return max(_RESERVE_MIN, self.size_bytes // _RESERVE_SHARE)
 
     @property
     def segments_budget_bytes(self) -> int:
         """Part of the cap that segment files may fill."""
-        return self.size_bytes - self.index_reserve_bytes
+        return self.size_bytes - self.reserve_bytes
 
 
 def format_floor(num_bytes: int, percent: float) -> str:
@@ -175,8 +164,7 @@ class StoreStats:
     layer_bytes: tuple[int, ...]
     """Of each layer of a chunk in the newest run; none if there was no run yet."""
     used_bytes: int
-    """What segments count against the cap, deleted ones whose files are not gone too, and what the index takes; as of a
-    moment ago."""
+    """What segments count against the cap, deleted ones whose files are not gone too; as of a moment ago."""
     cap_bytes: int
     written_today_bytes: int
     """Bytes written in the last 24 hours."""

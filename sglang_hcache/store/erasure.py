@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
@@ -25,16 +24,13 @@ class Erased:
 class Eraser:
     """Not thread-safe: ``Space`` holds its lock, and nothing is written or read meanwhile."""
 
-    def __init__(self, volumes: Sequence[Volume], catalog: Catalog, ledger: Ledger, remover: Remover) -> None:
+    def __init__(self, volumes: Sequence[Volume], catalog: Catalog, remover: Remover) -> None:
         self._volumes = volumes
         self._catalog = catalog
-        self._ledger = ledger
         self._remover = remover
 
     def erase(self, namespace_ids: Collection[bytes]) -> Erased:
         """Nothing of these namespaces is left in any file afterwards.
-
-        A segment's rows go after its bytes: whoever is killed meanwhile still finds named what is left to be done.
 
         Raises:
             StoreError: something is left, in this directory or for this reason. Again, when that is mended.
@@ -45,14 +41,15 @@ class Eraser:
         def going_of(segment: Segment) -> list[StoredRun]:
             return [run for run in segment.runs if run.place.namespace_id in namespace_ids]
 
+        self._remover.announce(segment.number for segment in self._catalog.segments())
         # First those of which no run goes: a write that failed may have left bytes between the runs of others.
         for segment in sorted(self._catalog.segments(), key=lambda item: bool(going_of(item))):
             going = going_of(segment)
             if len(going) == len(segment.runs):
                 self._remover.retire(segment, only_unpinned=False)
             else:
-                segment.keep_only([run.place for run in segment.runs if run not in going])
-                self._ledger.delete_runs([run.number for run in going])
+                kept = [run.place for run in segment.runs if run not in going]
+                segment.keep_only(kept, [run.place for run in going])
                 for run in going:
                     self._catalog.drop_run(run)
                 segment.trim()
@@ -63,8 +60,6 @@ class Eraser:
             raise StoreIOError(f"all is erased but for files that cannot be deleted: segments {numbers}")
         for volume in self._volumes:
             volume.sync()
-        # Also what could not be deleted, then or by an earlier start.
-        self._ledger.delete_namespaces(namespace_ids)
         return Erased(before - self._catalog.counts().chunks, runs)
 
     def _refuse_if_incomplete(self) -> None:

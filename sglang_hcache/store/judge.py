@@ -12,7 +12,6 @@ from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.reader import SliceFailure
 from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
@@ -43,12 +42,9 @@ def _is_of_run(failure: SliceFailure) -> bool:
 class Judge:
     """Quarantines damaged chunks and forgets runs whose files are gone. Safe from several threads, and does no I/O."""
 
-    def __init__(
-        self, volumes: Sequence[Volume], catalog: Catalog, ledger: Ledger, observer: Observer
-    ) -> None:
+    def __init__(self, volumes: Sequence[Volume], catalog: Catalog, observer: Observer) -> None:
         self._volumes = volumes
         self._catalog = catalog
-        self._ledger = ledger
         self._observer = observer
         self._lock = threading.Lock()
         self._may_warn = Throttle()
@@ -68,10 +64,8 @@ class Judge:
                 self._quarantine(failure, failure.bad_chunks or range(len(run.place.keys)))
             elif failure.error_number == errno.ENOENT:  # in a directory that is there
                 gone = self._catalog.drop_file(run.segment, failure.stripe)
-                for other in gone:
-                    self._ledger.outdate(other)
                 if gone:
-                    logger.warning("hcache: stored runs are forgotten (%d): %s", len(gone), failure.error)
+                    logger.warning("hcache: stored runs are forgotten (%d): %s", gone, failure.error)
             elif _is_of_run(failure):
                 is_hang = failure.error_number == errno.ETIMEDOUT
                 if self._count_failure(run, began) >= (_HANGS_ALLOWED if is_hang else _FAILURES_ALLOWED):
@@ -93,7 +87,6 @@ class Judge:
         if not fresh:
             return
         self._observer.count("store.chunks_quarantined", len(fresh))
-        self._ledger.outdate(run)
         self._say(run, fresh)
 
     def _say(self, run: StoredRun, quarantined: Mapping[int, str]) -> None:

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sglang_hcache.core.errors import HCacheError, StoreError
+from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
-from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.saved import SavedState
 from sglang_hcache.store.space import Space
-from sglang_hcache.store.volumes.health import FULL_ERRNOS, Condition
+from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.opening import take_again
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Watches the directories, takes them in again, gives a bad index up, makes room, writes down what must last.
+    """Watches the directories, takes them in again, makes room, writes down what must last.
 
     Args:
         write_down: saves what changes often; called at the end of each round.
@@ -30,14 +30,14 @@ class Keeper:
     def __init__(
         self,
         volumes: Sequence[Volume],
-        ledger: Ledger,
+        saved: SavedState,
         space: Space,
         observer: Observer,
         write_down: Callable[[], None],
         interval_s: float,
     ) -> None:
         self._volumes = volumes
-        self._ledger = ledger
+        self._saved = saved
         self._space = space
         self._observer = observer
         self._write_down = write_down
@@ -77,34 +77,18 @@ class Keeper:
                 self._try(volume.check_presence)
             if volume.health.is_due():
                 self._try(partial(self._take_again, volume))
-        self._try(self._ledger.settle)
+        self._try(self._saved.settle)
+        self._try(self._space.take_in)
         self._try(self._space.tend)
-        self._try(partial(self._relieved, self._write_down))
-
-    def _relieved(self, step: Callable[[], None]) -> None:
-        """Do ``step``; if it finds a disk too full for the index, evict a segment there."""
-        full = self._full()
-        try:
-            step()
-        except StoreError as error:
-            cause = error.__cause__
-            # Otherwise it was a run's write that found the disk full meanwhile: that evicts a segment by itself.
-            if isinstance(cause, OSError) and cause.errno in FULL_ERRNOS:
-                self._space.relieve(self._full() - full)
-            raise
-
-    def _full(self) -> set[int]:
-        return {volume.stripe for volume in self._volumes if volume.health.is_full}
+        self._try(self._write_down)
 
     def _take_again(self, volume: Volume) -> None:
         seen = volume.health.condition
         try:
-            identity, refusal = volume.attempt(lambda: take_again(volume, self._ledger.identity))
+            identity, refusal = volume.attempt(lambda: take_again(volume, self._saved.identity))
             if refusal is None or seen is Condition.OUT:
-                self._ledger.outgrow(identity)
+                self._saved.outgrow(identity)
                 self._space.reconcile(volume)
-            if refusal is None or (seen is Condition.OUT and refusal.errno in FULL_ERRNOS):
-                self._ledger.welcome(volume)
         except Exception as error:
             if not isinstance(error, HCacheError | OSError):
                 self._unforeseen("hcache: %s cannot be taken in again", volume.path)

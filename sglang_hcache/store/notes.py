@@ -9,14 +9,14 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from sglang_hcache.store.format.values import read_value
+from sglang_hcache.store.format.state import read_value
 
 _MOST = 1000
-"""They are written as one text when one has changed."""
+"""They are part of the state, which is written as a whole."""
 
 
 class Notes:
-    """Written into the index within a moment; lost if the index is lost. Thread-safe.
+    """Written into the state within a moment; lost if the state is lost. Thread-safe.
 
     Args:
         text: what :meth:`to_json` gave an earlier process.

@@ -8,8 +8,8 @@ from functools import partial
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES
-from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
+from sglang_hcache.store.saved import SavedState
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import MEASURE_S, Volume
 
@@ -19,22 +19,23 @@ logger = logging.getLogger(__name__)
 class Reconciler:
     """Compares directories with what is known. Not thread-safe: ``Space`` holds its lock."""
 
-    def __init__(self, catalog: Catalog, ledger: Ledger, remover: Remover, observer: Observer) -> None:
+    def __init__(self, catalog: Catalog, saved: SavedState, remover: Remover, observer: Observer) -> None:
         self._catalog = catalog
-        self._ledger = ledger
+        self._saved = saved
         self._remover = remover
         self._observer = observer
 
-    def compare(self, volume: Volume) -> int:
+    def compare(self, volume: Volume) -> tuple[int, set[int]]:
         """Segments that lost their file in ``volume`` or were cleared go; files of no segment are the remover's.
 
-        Returns a number behind those of all segments.
+        Returns:
+            The highest number of a segment there, and the segments of which nobody knows: they may hold runs.
 
         Raises:
             StoreError, OSError: it fails again.
         """
         files = volume.attempt(volume.directory.segment_files, MEASURE_S)
-        first = self._ledger.identity.first_segment
+        first = self._saved.identity.first_segment
         for segment in self._catalog.segments():
             lost = segment.number < first
             if volume.stripe in segment.members:
@@ -50,9 +51,10 @@ class Reconciler:
                     self._trim(segment, volume, files[segment.number].size)
         known = [*self._catalog.segments(), *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
-        for number in sorted(files.keys() - expected):
+        unknown = {number for number in files.keys() - {item.number for item in known} if number >= first}
+        for number in sorted(files.keys() - expected - unknown):
             self._remover.remember_stray(volume.stripe, number, files[number])
-        return max([first, *(number + 1 for number in files)])
+        return max([first - 1, *files]), unknown
 
     def _trim(self, segment: Segment, volume: Volume, size: int) -> None:
         """Cut a file of ``size`` bytes that could not be cut when its segment was sealed."""

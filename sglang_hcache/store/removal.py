@@ -1,20 +1,18 @@
-"""Taking segments away: out of the maps, out of the index, then their files."""
+"""Taking segments away: out of the maps, then their files."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.format.geometry import mask_of
 from sglang_hcache.store.free_space import FreeSpace
-from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
@@ -37,15 +35,16 @@ class Remover:
         self,
         volumes: Sequence[Volume],
         catalog: Catalog,
-        ledger: Ledger,
         free_space: FreeSpace,
         observer: Observer,
+        announce: Callable[[Iterable[int]], None],
     ) -> None:
         self._volumes = volumes
         self._catalog = catalog
-        self._ledger = ledger
         self._free_space = free_space
         self._observer = observer
+        self.announce = announce
+        """Told of segments before files of them are deleted (:meth:`SavedState.announce`)."""
         self._may_warn = Throttle()
         self.on_evicted: Callable[[bytes], object] = lambda key: None
         """Told of each chunk that goes for want of room."""
@@ -98,18 +97,9 @@ class Remover:
         if retired is None:
             return None
         self.leftovers[segment] = None
-        try:
-            self._ledger.delete_segment(segment.number, retired.rows)
-        except StoreError as error:
-            # Going on is safe, for rows without files are dropped at the next start; stopping would mean
-            # that a full disk, which fails the index too, could never be emptied.
-            if self._may_warn():
-                logger.warning(
-                    "hcache: could not remove segment %d from the index: %s", segment.number, error
-                )
         if not segment.pins:
             self._unlink(segment)
-        return retired.chunks
+        return retired
 
     def remember(self, segment: Segment) -> None:
         """Files that are of no use, and were never in use here, go at the next :meth:`retry`, and count until then."""
@@ -151,6 +141,7 @@ class Remover:
         return [segment for segment in self.leftovers if segment.left & within and not segment.pins]
 
     def _unlink(self, segment: Segment) -> None:
+        self.announce([segment.number])
         before = dict(segment.accounted)
         failures = segment.unlink()
         for stripe, size in before.items():

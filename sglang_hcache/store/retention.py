@@ -1,7 +1,7 @@
 """How long chunks stay on disk at most: segments go as a whole once they are too old, used or not.
 
 A segment's age is that of its files: nothing is written to it for longer than a part of the time that it may stay, so
-its first chunk is hardly older than its last one. The files' own times survive restarts and a lost index; between
+its first chunk is hardly older than its last one. The files' own times survive restarts and a lost state; between
 starts the segments in memory have them. A time in the future, left by a clock that was set back, is set to the present
 one, once that is to be believed: else what was written then would never be too old.
 """
@@ -56,12 +56,14 @@ class Retention:
             return
         now = time.time()
         is_steady = self._is_steady(now)
-        for segment in self._catalog.segments():
-            if not segment.sealed:
-                continue
-            if -math.inf < segment.written_s < now - self._max_age_s * _KEPT:
-                self._remover.expire(segment)
-            elif segment.written_s > now and is_steady:
+        sealed = [segment for segment in self._catalog.segments() if segment.sealed]
+        latest = now - self._max_age_s * _KEPT
+        old = [segment for segment in sealed if -math.inf < segment.written_s < latest]
+        self._remover.announce([segment.number for segment in old])
+        for segment in old:
+            self._remover.expire(segment)
+        for segment in sealed:
+            if segment.written_s > now and is_steady:
                 self._bring_back(segment, now)
 
     def _bring_back(self, segment: Segment, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Finding runs by their headers, for when the index is lost (docs/store-format.md, "Rebuilding").
+"""Finding runs by their headers (docs/store-format.md, "Start").
 
 Reads one header a part and no payload, so the time depends on the number of runs; everything is verified when it is
 read. Buffered I/O on purpose: this must work whatever O_DIRECT does.
@@ -15,8 +15,8 @@ from functools import partial
 
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store.format.geometry import BLOCK, mask_of
-from sglang_hcache.store.format.record import MAGIC, parse_header
-from sglang_hcache.store.format.rows import RunPlace
+from sglang_hcache.store.format.place import RunPlace
+from sglang_hcache.store.format.record import MAGIC, ExtentHeader, parse_header
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import DeadlineCaller, WorkerPool
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
@@ -28,12 +28,18 @@ _SCAN_THREADS = 8
 _SAY_S = 10.0
 _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
+_NEAR_BYTES = 2**16
+"""Parts that are smaller are read in windows, several headers at once."""
 
 
-def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> list[RunPlace]:
+Found = list[tuple[RunPlace, int]]
+"""Runs, and in which directories, as bits, something is missing."""
+
+
+def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> Found:
     """The runs of these segments, in the order of ``numbers`` and of their files. Says now and then how far it is.
 
-    A run counts if each of its directories that can be read has its first header: what lies in the others is believed.
+    Each with the directories, as bits, that can be read and lack its first header. What lies in the others is believed.
     A directory that hangs or is gone is taken out, and no more is read there. Files that cannot be read hold no runs.
     Several segments at a time: what takes long is waiting for the device.
 
@@ -41,7 +47,7 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> list[Run
         OSError: the system gives no thread, no file or no memory.
     """
     pool = WorkerPool("hcache-scan", _SCAN_THREADS)
-    scans = [Future[list[RunPlace]]() for _ in numbers]
+    scans = [Future[Found]() for _ in numbers]
     try:
         for number, scan in zip(numbers, scans, strict=True):
             pool.submit(partial(_fulfil, scan, number, volumes))
@@ -50,7 +56,7 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> list[Run
             for scan in done:
                 scan.result()
             if not left:
-                return [place for scan in scans for place in scan.result()]
+                return [item for scan in scans for item in scan.result()]
             logger.info("hcache: %d of %d segments are read", len(done), len(scans))
     finally:
         for scan in scans:
@@ -58,7 +64,7 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> list[Run
         pool.close(0.0)
 
 
-def _fulfil(scan: Future[list[RunPlace]], number: int, volumes: Sequence[Volume]) -> None:
+def _fulfil(scan: Future[Found], number: int, volumes: Sequence[Volume]) -> None:
     if not scan.set_running_or_notify_cancel():
         return
     try:
@@ -67,17 +73,17 @@ def _fulfil(scan: Future[list[RunPlace]], number: int, volumes: Sequence[Volume]
         scan.set_exception(error)
 
 
-def _scan(number: int, volumes: Sequence[Volume]) -> list[RunPlace]:
+def _scan(number: int, volumes: Sequence[Volume]) -> Found:
     there: dict[RunPlace, int] = defaultdict(int)
     read = 0
     for volume in volumes:
         found = _places_in(volume, number, len(volumes)) if volume.health.readable else None
         if found is not None:
             read |= 1 << volume.stripe
-            for place in found:
-                there[place] |= 1 << volume.stripe
-    complete = [place for place, mask in there.items() if mask == _parts_of(place) & read]
-    return sorted(complete, key=lambda place: sum(place.offsets))  # it grows with each run
+            for place, begins_part in found:
+                there[place] |= begins_part << volume.stripe
+    items = [(place, _parts_of(place) & read & ~mask) for place, mask in there.items()]
+    return sorted(items, key=lambda item: item[0].age)
 
 
 def _parts_of(place: RunPlace) -> int:
@@ -85,11 +91,11 @@ def _parts_of(place: RunPlace) -> int:
     return mask_of(stripe for stripe, size in enumerate(place.shape.part_bytes) if size)
 
 
-def _places_in(volume: Volume, number: int, num_stripes: int) -> list[RunPlace] | None:
-    """Runs of which a segment's file there has the first header; None: it is out."""
+def _places_in(volume: Volume, number: int, num_stripes: int) -> list[tuple[RunPlace, bool]] | None:
+    """Runs of which a segment's file there has headers, and whether the first one; None: it is out."""
     health = volume.health
     caller = DeadlineCaller("hcache-scan", health.hangs, health.returned)
-    found: list[RunPlace] = []
+    found: list[tuple[RunPlace, bool]] = []
 
     def read() -> None:
         file = _File(volume.directory.open_to_read(number, False), caller.goes_on)
@@ -119,6 +125,7 @@ class _File:
         self._file = file
         self._go_on = go_on
         self._careful_until = 0
+        self._window, self._window_at = b"", 0
         self.size = os.fstat(file.fd).st_size
 
     def read(self, size: int, offset: int) -> bytes:
@@ -137,6 +144,14 @@ class _File:
         self._go_on()
         return data
 
+    def block(self, offset: int, step: int) -> bytes:
+        """The block at ``offset``, which may be short at the end; ``step``: how far from here the next one may be."""
+        inside = offset - self._window_at
+        if not 0 <= inside <= len(self._window) - BLOCK:
+            size = _WINDOW_BYTES // 4 if step < _NEAR_BYTES else BLOCK
+            self._window, self._window_at, inside = self.read(size, offset), offset, 0
+        return self._window[inside : inside + BLOCK]
+
     def next_data(self, offset: int) -> int:
         """Where the hole ends that ``offset`` may lie in; the size if nothing follows."""
         try:
@@ -145,26 +160,27 @@ class _File:
             return self.size
 
 
-def _scan_file(file: _File, here: tuple[int, int, int]) -> Iterator[RunPlace]:
+def _scan_file(file: _File, here: tuple[int, int, int]) -> Iterator[tuple[RunPlace, bool]]:
     at = last = 0
     while at + BLOCK <= file.size:
-        place = _place_at(file.read(BLOCK, at), here, at)
-        if place is not None and place.ends[here[1]] <= file.size:
-            yield place
-            last, at = at, place.ends[here[1]]
+        header = _header_at(file.block(at, at - last), here, at)
+        end = 0 if header is None else header.place.end(here[1])
+        if header is not None and end <= file.size:
+            yield header.place, header.begins_part
+            last, at = at, end
         else:  # also within the last part: a header that is wrong in its sizes must not hide those behind it
             last = at = _next_candidate(file, last + BLOCK)
 
 
-def _place_at(block: bytes, here: tuple[int, int, int], at: int) -> RunPlace | None:
-    """The run whose part begins with ``block``, at ``at`` in segment, stripe of so many directories ``here``."""
+def _header_at(block: bytes, here: tuple[int, int, int], at: int) -> ExtentHeader | None:
+    """The header in ``block``, if it belongs there: at ``at`` in segment, stripe of so many directories ``here``."""
     try:
         header = parse_header(block)
     except CorruptExtentError:
         return None
     place = header.place
     said = (place.segment, header.stripe, place.shape.num_stripes, place.extent_offset(header.layer))
-    return place if header.begins_part and said == (*here, at) else None
+    return header if said == (*here, at) else None
 
 
 def _next_candidate(file: _File, at: int) -> int:

@@ -9,23 +9,21 @@ from collections.abc import Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import FILE_SLACK_BYTES
-from sglang_hcache.store.format.geometry import RunShape, mask_of, members_of
-from sglang_hcache.store.format.rows import RunPlace
+from sglang_hcache.store.format.geometry import BLOCK, RunShape, mask_of, members_of
+from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 
 class StoredRun:
-    """A run that is stored, or being written. Identity matters: one object per row of the index."""
+    """A run that is stored, or being written. Identity matters: one object for each."""
 
-    __slots__ = ("dropped", "failed_at", "failures", "number", "place", "quarantined", "segment")
+    __slots__ = ("dropped", "failed_at", "failures", "place", "quarantined", "segment")
 
-    def __init__(self, place: RunPlace, segment: Segment, number: int) -> None:
+    def __init__(self, place: RunPlace, segment: Segment) -> None:
         self.place = place
         self.segment = segment
-        self.number = number
-        """Number of its row in the index; grows with age."""
         self.dropped = False
         """It is gone: its chunks are misses, or other runs hold them."""
         self.failures = 0
@@ -70,7 +68,7 @@ class Segment:
         self.score = 0.0
         """The segment with the lowest one is evicted first."""
         self.retired = False
-        """Out of the index; its files go when the last pin does."""
+        """Out of the catalog; its files go when the last pin does."""
         self._deleted = 0
         self._volumes = volumes
         self._file_lock = threading.Lock()
@@ -132,7 +130,9 @@ class Segment:
 
     def take(self, place: RunPlace) -> None:
         """The run at ``place`` is part of it."""
-        self.used = [max(pair) for pair in zip(self.used, place.ends, strict=True)]
+        for stripe in place.shape.members:
+            if place.shape.part_bytes[stripe]:
+                self.used[stripe] = max(self.used[stripe], place.end(stripe))
 
     def give_back(self, place: RunPlace) -> None:
         """The room at ``place`` is free again, if nothing lies behind it."""
@@ -154,11 +154,24 @@ class Segment:
         if failure is not None:
             raise failure
 
-    def keep_only(self, places: Sequence[RunPlace]) -> None:
-        """Erase all else in its files, for good; they may be trimmed then. Raises StoreError."""
+    def keep_only(self, places: Sequence[RunPlace], going: Sequence[RunPlace]) -> None:
+        """Erase all else in its files, for good; they may be trimmed then. Raises StoreError.
+
+        Last the headers by which the runs ``going`` are found: while any of their bytes are left, they have a name.
+        """
+        kept = {
+            stripe: [(place.offsets[stripe], place.ends[stripe]) for place in places if place.ends[stripe]]
+            for stripe in self.members
+        }
+        for stripe in self.members if going else ():
+            named = [
+                (place.offsets[stripe], place.offsets[stripe] + BLOCK)
+                for place in going
+                if place.ends[stripe]
+            ]
+            self._volumes[stripe].keep_of_segment(self.number, kept[stripe] + named)
         for stripe in self.members:
-            kept = [(place.offsets[stripe], place.ends[stripe]) for place in places if place.ends[stripe]]
-            self._volumes[stripe].keep_of_segment(self.number, kept)
+            self._volumes[stripe].keep_of_segment(self.number, kept[stripe])
         self.used = [max(ends) for ends in zip(*(place.ends for place in places), strict=True)]
 
     def measure(self, stripes: Iterable[int] | None = None) -> None:

@@ -12,25 +12,28 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from sglang_hcache.core.errors import (
     StoreError,
     StoreFullError,
+    StoreIOError,
     StoreLockedError,
     StoreTimeoutError,
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import Run, StoreConfig
 from sglang_hcache.store.erasure import Erased, Eraser
 from sglang_hcache.store.eviction import Eviction
 from sglang_hcache.store.format.geometry import RunShape, shape_of
-from sglang_hcache.store.format.rows import RUN_ID_BYTES, RunPlace
+from sglang_hcache.store.format.place import RUN_ID_BYTES, RunPlace
+from sglang_hcache.store.format.state import SegmentState
 from sglang_hcache.store.free_space import FreeSpace
-from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.retention import Retention
+from sglang_hcache.store.saved import SavedState
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
 
-_VOIDED_SEGMENTS = 2**30
+_VOIDED_SEGMENTS = 2**34
 """Far more than starts without a directory add to its numbers: a clearing voids all that it may hold."""
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Space:
     """Hands out room in segments and takes segments away.
 
-    Its lock is held during file operations and index commits; it is never taken while the catalog's lock
+    Its lock is held during file operations; it is never taken while the catalog's lock
     is held, and nothing on the serving thread waits for it.
     """
 
@@ -48,24 +51,27 @@ class Space:
         config: StoreConfig,
         volumes: Sequence[Volume],
         catalog: Catalog,
-        ledger: Ledger,
+        saved: SavedState,
         observer: Observer,
     ) -> None:
         self._config = config
         self._volumes = volumes
         self._catalog = catalog
-        self._ledger = ledger
+        self._saved = saved
         free_space = FreeSpace(config, volumes, catalog)
-        self._remover = Remover(volumes, catalog, ledger, free_space, observer)
+        self._observer = observer
+        self._remover = Remover(volumes, catalog, free_space, observer, saved.announce)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
         self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
-        self._eraser = Eraser(volumes, catalog, ledger, self._remover)
-        self._reconciler = Reconciler(catalog, ledger, self._remover, observer)
+        self._eraser = Eraser(volumes, catalog, self._remover)
+        self._reconciler = Reconciler(catalog, saved, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._next_number = 0
         self._rotation = 0
         self._closed = False
+        self._unknown: set[int] = set()
+        """Segments in a directory that is back, of which nothing is known yet."""
 
     def adopt(self, segments: Iterable[Segment], leftovers: Iterable[Segment], next_number: int) -> None:
         """Take over what was found at start: segments in use, and files nobody needs."""
@@ -110,7 +116,7 @@ class Space:
             )
             segment.take(place)
             segment.written_s = max(segment.written_s, time.time())  # never back: the clock may be set
-            return StoredRun(place, segment, self._catalog.take_run_number())
+            return StoredRun(place, segment)
 
     def abandon(self, run: StoredRun, error: BaseException) -> None:
         """Give back the room and the pin of a run whose writing ended with ``error``.
@@ -130,7 +136,7 @@ class Space:
             if not is_used and (segment is not self._active or not any(segment.used)):
                 self._active = None if segment is self._active else self._active
                 self._remover.retire(segment, only_unpinned=False)
-            if isinstance(error, StoreError):  # also the index's, which may be on the same disk
+            if isinstance(error, StoreError):
                 self._eviction.relieve(segment.members)
             if self._catalog.unpin([segment]):
                 self._remover.retry()
@@ -169,19 +175,54 @@ class Space:
                 self._eviction.make_room(self._config.file_bytes, members)
 
     def reconcile(self, volume: Volume) -> None:
-        """A directory is back: segments that lost their file there or were cleared go; files of no segment go later.
+        """A directory is back: segments that lost their file there or were cleared go; see also :meth:`take_in`.
 
         Raises:
             StoreError, OSError: it fails again.
         """
         with self._lock:
-            first = self._ledger.identity.first_segment
+            first = self._saved.identity.first_segment
             if self._active is not None and self._active.number < first:
                 self._seal_active()  # even if the rest fails: what is stored from now on must not count as cleared
             self._next_number = max(self._next_number, first)
-            self._next_number = max(self._next_number, self._reconciler.compare(volume))
+            highest, unknown = self._reconciler.compare(volume)
+            self._next_number = max(self._next_number, highest + 1)
+            self._unknown |= unknown
             if self._active is not None and self._active.retired:
                 self._active = None
+
+    def take_in(self) -> None:
+        """Serve the runs that lie only where nobody could look at start; other files that nobody knew of go.
+
+        Reads as much of them as a start, meanwhile without the lock: numbers that nobody knows are not used by others.
+
+        Raises:
+            StoreIOError: the system gives no thread, no file or no memory. Again, then.
+        """
+        with self._lock:
+            unknown, first_segment = {*self._unknown}, self._saved.identity.first_segment
+        if not unknown:
+            return
+        files = Files.listed(first_segment, self._volumes).only(unknown)
+        try:
+            places = files.runs(self._volumes)
+        except OSError as error:
+            raise StoreIOError(f"cannot read the headers of segments: {error}") from error
+        with self._lock:
+            if self._closed:
+                return
+            self._unknown -= unknown
+            census = Census(files, self._volumes, self._catalog, self._config.file_bytes)
+            for place in places:
+                if place.segment >= self._saved.identity.first_segment:  # not cleared meanwhile
+                    census.admit(place, SegmentState(), {})
+            for segment in census.segments.values():
+                self._trimmed(segment, segment.tidy)
+                self._catalog.add_segment(segment)
+            for leftover in census.leftovers():
+                self._remover.remember(leftover)
+            self._eviction.restore_cap()
+        self._observer.count("store.runs_recovered", len(places))
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
@@ -195,16 +236,16 @@ class Space:
         """Remove every segment, those in use as soon as they are unpinned.
 
         Raises:
-            StoreError: they would be back after a restart now (:meth:`Ledger.void_before`).
+            StoreError: they would be back after a restart now (:meth:`SavedState.void_before`).
         """
         with self._lock:
             self._active = None
-            is_first_try = self._next_number != self._ledger.identity.first_segment
+            is_first_try = self._next_number != self._saved.identity.first_segment
             if is_first_try and not all(volume.health.readable for volume in self._volumes):
                 self._next_number += _VOIDED_SEGMENTS
             try:
                 # First, for it is one short write: who is killed meanwhile starts empty too.
-                self._ledger.void_before(self._next_number)
+                self._saved.void_before(self._next_number)
             finally:  # a full disk takes the note when files are gone
                 for segment in self._catalog.segments():
                     self._remover.retire(segment, only_unpinned=False)

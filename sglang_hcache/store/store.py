@@ -32,9 +32,9 @@ from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.operations import Operations
 from sglang_hcache.store.reader import LayerReader
-from sglang_hcache.store.recovery import Recovered, Recovery
-from sglang_hcache.store.segments import Segment, StoredRun
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.space import Space
+from sglang_hcache.store.start import Start, begin
 from sglang_hcache.store.tally import Tally, errors_to_json, resume_errors, stats_of
 from sglang_hcache.store.volumes.opening import open_volumes
 from sglang_hcache.store.volumes.transfers import Transfers
@@ -61,38 +61,39 @@ class DiskStore:
         volumes: Sequence[Volume],
         engine: IOEngine,
         tally: Tally,
-        recovered: Recovered,
+        start: Start,
     ) -> None:
         self._config = config
         self._volumes = volumes
         self._engine = engine
         self._tally = tally
-        self._ledger = recovered.ledger
-        self._catalog = recovered.catalog
-        tally.resume(recovered.meta.get("totals"))
-        resume_errors(volumes, recovered.meta)
-        self._allowance = WriteAllowance.from_json(config.write_budget_bytes, recovered.meta.get("written"))
-        self._space = Space(config, volumes, self._catalog, self._ledger, tally)
+        self._saved = start.saved
+        self._catalog = start.catalog
+        meta = start.meta
+        tally.resume(meta.get("totals"))
+        resume_errors(volumes, meta)
+        self._allowance = WriteAllowance.from_json(config.write_budget_bytes, meta.get("written"))
+        self._allowance.add(start.unsaved_bytes)
+        self._space = Space(config, volumes, self._catalog, self._saved, tally)
         transfers = Transfers(engine, volumes, config.io_timeout_s)
         self._reader = LayerReader(transfers)
         self._writer = RunWriter(transfers)
-        self._judge = Judge(volumes, self._catalog, self._ledger, tally)
+        self._judge = Judge(volumes, self._catalog, tally)
         self._operations = Operations()
         self._health_lock = threading.Lock()
         # By its hex id, whose each namespace is.
-        self.namespaces = Notes(recovered.meta.get("namespaces"), _NAMESPACES_S)
+        self.namespaces = Notes(meta.get("namespaces"), _NAMESPACES_S)
         self.measuring = tally.measuring
         self.has_max_age = config.max_age_s is not None
-        self._saved: dict[str, str] = {}
         self._saving = threading.Lock()
         self._keeper = Keeper(
-            volumes, self._ledger, self._space, tally, self._write_down, min(_ROUND_S, config.retry_s)
+            volumes, self._saved, self._space, tally, self._write_down, min(_ROUND_S, config.retry_s)
         )
         for volume in volumes:
             volume.health.on_change = self._on_health
         self._on_health()
-        self._space.adopt(recovered.segments, recovered.leftovers, recovered.next_number)
-        self._used_bytes = self._counted_bytes()
+        self._space.adopt(start.segments, start.leftovers, start.next_number)
+        self._used_bytes = self._space.used_bytes()
         self._keeper.start()
 
     @classmethod
@@ -112,7 +113,7 @@ class DiskStore:
         try:
             volumes, identity = open_volumes(config, tally)
             engine = engine or engine_of(config, volumes, tally)
-            return cls(config, volumes, engine, tally, Recovery(config, volumes, identity, tally).run())
+            return cls(config, volumes, engine, tally, begin(config, volumes, identity, tally))
         except BaseException as error:
             if engine is not None:
                 engine.close(_CLOSE_S)
@@ -158,27 +159,18 @@ class DiskStore:
         """
         with self._operations.one(), _refusals_counted(self._tally):
             size = _run_bytes(len(run.keys), run.chunk_layer_bytes)
-            self._ledger.check_takes_runs()
             spending = self._allowance.spending(size, now_s=time.time())
             with contextlib.nullcontext() if self._tally.is_measuring else spending:
                 stored = self._space.reserve(run)  # after what is spent is counted, for it costs others
             try:
                 self._writer.write(stored, payload)
-                self._commit(stored)
+                self._catalog.add_run(stored)
             except BaseException as error:
                 self._space.abandon(stored, error)
                 raise
             self._unpin([stored.segment])
         self._tally.count("store.chunks_written", len(run.keys))
         self._tally.count("store.bytes_written", stored.place.shape.payload_bytes)
-
-    def _commit(self, stored: StoredRun) -> None:
-        try:
-            self._ledger.commit(stored)
-        except StoreFullError:
-            if not self._space.evict_one():
-                raise
-            self._ledger.commit(stored)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -251,9 +243,6 @@ class DiskStore:
         """What the files in all directories take, as ``du`` counts; asks for each. Raises StoreError."""
         return sum(volume.allocated_bytes() for volume in self._volumes)
 
-    def _counted_bytes(self) -> int:
-        return self._space.used_bytes() + self._ledger.index_bytes()
-
     def evict_one(self) -> bool:
         """Remove the segment with the lowest score; False if none can go, or files cannot be deleted."""
         with self._operations.one():
@@ -285,8 +274,7 @@ class DiskStore:
         with self._operations.one():
             erased = self._space.erase(namespace_ids)
             self.namespaces.drop({namespace_id.hex() for namespace_id in namespace_ids})
-            self._write_down(anew=True)
-            self._ledger.empty_log()
+            self._write_down(now=True)
             return erased
 
     def close(self) -> None:
@@ -309,11 +297,10 @@ class DiskStore:
             return False
         try:
             self._space.close()
-            self._write_down(anew=True)
+            self._write_down(now=True, last=True)
         except StoreError as error:
             logger.warning("hcache: what was used last is not saved: %s", error)
         finally:  # whatever went wrong: who opens it again must not find it locked
-            self._ledger.close()
             self._engine.close(_CLOSE_S)
             for volume in self._volumes:
                 volume.close(_CLOSE_S)
@@ -326,7 +313,7 @@ class DiskStore:
         self._keeper.wake()
 
     def _meta(self, *, anew: bool) -> dict[str, str]:
-        """What the index keeps beside runs; ``anew``: as it is now, and not a minute ago."""
+        """What is kept beside segments; ``anew``: as it is now, and not a minute ago."""
         return {
             "totals": self._tally.to_json(),
             "written": self._allowance.to_json(),
@@ -335,17 +322,13 @@ class DiskStore:
             "namespaces": self.namespaces.to_json(anew=anew),
         }
 
-    def _write_down(self, *, anew: bool = False) -> None:
-        self._used_bytes = self._counted_bytes()
-        # A full disk may take them all the same, and then others are told that it is full.
-        with contextlib.suppress(*(() if anew or self._ledger.takes_upkeep else (StoreError,))):
-            self._ledger.save_recency()
-            with self._saving:  # what one thread has dropped, another one must not write after it
-                changed = dict(self._meta(anew=anew).items() - self._saved.items())
-                if changed:
-                    self._ledger.save_meta(changed)
-                    self._saved |= changed
-                self._ledger.save_runs()
+    def _write_down(self, *, now: bool = False, last: bool = False) -> None:
+        self._used_bytes = self._space.used_bytes()
+        # On a disk that is full it is tried, and no failure.
+        is_needed = now or any(volume.health.writable for volume in self._volumes)
+        # What one thread has dropped, another one must not write after it.
+        with contextlib.nullcontext() if is_needed else contextlib.suppress(StoreError), self._saving:
+            self._saved.save(self._meta(anew=now), now=now, last=last)
 
 
 @contextlib.contextmanager

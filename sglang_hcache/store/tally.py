@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_hcache.core.observer import Counters, Observer
 from sglang_hcache.store.config import DirectoryStats
-from sglang_hcache.store.format.values import read_value
+from sglang_hcache.store.format.state import read_value
 from sglang_hcache.store.volumes.volume import Volume
 
 _KEPT = "store."
@@ -85,7 +85,7 @@ def resume_errors(volumes: Sequence[Volume], meta: Mapping[str, str]) -> None:
 
 
 def errors_to_json(volumes: Sequence[Volume]) -> str:
-    """Damage and errors of each directory, for the index."""
+    """Damage and errors of each directory, for the state."""
     return json.dumps([[volume.health.corrupt_extents, volume.health.io_errors] for volume in volumes])
 
 

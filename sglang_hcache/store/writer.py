@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
+from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.record import ExtentHeader, digest, pack_header
-from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, check_bytes, is_aligned
 from sglang_hcache.store.segments import StoredRun
@@ -31,18 +31,29 @@ class RunWriter:
         """Write all extents of a run and make them durable; its segment is pinned.
 
         Raises:
-            StoreFullError, StoreIOError: the run must not be put in the index. After a StoreTimeoutError some of
+            StoreFullError, StoreIOError: the run must not be put into the catalog. After a StoreTimeoutError some of
                 it may still be written.
             ValueError: ``payload`` returned something of a wrong shape.
         """
-        part_bytes = run.place.shape.part_bytes
-        for layers in _batches(run.place):
-            self._write_layers(run, layers, payload)
-        touched = [stripe for stripe, size in enumerate(part_bytes) if size]
-        syncs = [IOOp(IOKind.SYNC, stripe, run.segment.file(stripe, writing=True)) for stripe in touched]
-        self._run(syncs, max(part_bytes))
+        place, part_bytes = run.place, run.place.shape.part_bytes
+        firsts: dict[int, bytes] = {}
+        for layers in _batches(place):
+            firsts |= self._write_layers(run, layers, payload)
+        files = {stripe: run.segment.file(stripe, writing=True) for stripe in firsts}
+        self._run([IOOp(IOKind.SYNC, stripe, file) for stripe, file in files.items()], max(part_bytes))
+        # Last the headers by which a start finds the run, so that it finds none of which anything is missing.
+        memory = self._scratch.take(BLOCK * len(firsts))
+        ops = []
+        for (stripe, header), at in zip(firsts.items(), range(0, memory.size, BLOCK), strict=True):
+            memory[at : at + BLOCK] = np.frombuffer(header, np.uint8)
+            ops.append(
+                IOOp(IOKind.WRITE, stripe, files[stripe], place.offsets[stripe], (memory[at : at + BLOCK],))
+            )
+        self._run(ops)
 
-    def _write_layers(self, run: StoredRun, layers: Sequence[int], payload: Payload) -> None:
+    def _write_layers(self, run: StoredRun, layers: Sequence[int], payload: Payload) -> dict[int, bytes]:
+        """Write these layers, but for headers that begin a part: returns them, by directory."""
+        firsts: dict[int, bytes] = {}
         place, shape = run.place, run.place.shape
         scratch = self._scratch.take(
             sum(extent_bytes(shape.num_chunks, shape.chunk_layer_bytes[layer]) for layer in layers)
@@ -58,12 +69,16 @@ class RunWriter:
             size = extent_bytes(shape.num_chunks, chunk_bytes)
             extent, scratch = scratch[:size], scratch[size:]
             digests = tuple(digest(chunk.data) for chunk in chunks)
-            extent[:BLOCK] = np.frombuffer(pack_header(ExtentHeader(place, layer, digests)), np.uint8)
-            stripe = shape.stripe(layer)
+            found, stripe = ExtentHeader(place, layer, digests), shape.stripe(layer)
+            header = pack_header(found)
+            if found.begins_part:
+                firsts[stripe], header = header, bytes(BLOCK)
+            extent[:BLOCK] = np.frombuffer(header, np.uint8)
             file = run.segment.file(stripe, writing=True)
             buffers = _buffers(extent, chunks, chunk_bytes, file.direct)
             ops.append(IOOp(IOKind.WRITE, stripe, file, place.extent_offset(layer), buffers))
         self._run(ops)
+        return firsts
 
     def _run(self, ops: Sequence[IOOp], unsynced_bytes: int = 0) -> None:
         results = self._transfers.run(ops, unsynced_bytes)

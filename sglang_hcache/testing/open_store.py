@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.index import Index
 from sglang_hcache.store.keeper import Keeper
-from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.saved import SavedState
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.space import Space
 from sglang_hcache.store.volumes.volume import Volume
@@ -22,7 +21,7 @@ class Inside:
         self.volumes: list[Volume] = [*store._volumes]
         self.catalog: Catalog = store._catalog
         self.space: Space = store._space
-        self.ledger: Ledger = store._ledger
+        self.saved: SavedState = store._saved
         self.keeper: Keeper = store._keeper
 
     def run_of(self, key: bytes) -> StoredRun:
@@ -30,14 +29,14 @@ class Inside:
         return self.catalog._chunks[key]
 
     def runs(self) -> list[StoredRun]:
-        """By number."""
+        """By age."""
         found = [run for segment in self.catalog.segments() for run in segment.runs]
-        return sorted(found, key=lambda run: run.number)
+        return sorted(found, key=lambda run: (run.place.segment, run.place.age))
 
     @property
     def reserved_bytes(self) -> int:
-        """What counts against the cap, all that is kept for the index included."""
-        return self.space.used_bytes() + self.store._config.index_reserve_bytes
+        """What counts against the cap, what is kept for small files included."""
+        return self.space.used_bytes() + self.store._config.reserve_bytes
 
     @property
     def floor(self) -> float:
@@ -53,15 +52,6 @@ class Inside:
     def leftovers(self) -> Collection[Segment]:
         """Segments out of use whose files are not gone."""
         return self.space._remover.leftovers
-
-    @property
-    def index(self) -> Index | None:
-        return self.ledger._index
-
-    @property
-    def is_index_given_up(self) -> bool:
-        """Whether no start reads the index any more."""
-        return self.ledger.is_given_up
 
     @property
     def is_kept(self) -> bool:

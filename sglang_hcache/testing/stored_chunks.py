@@ -32,7 +32,6 @@ def small_config(
         io_engine=IOEngineName.POSIX,
         io_timeout_s=15.0,
         retry_s=0.05,
-        index_patience_s=0.0,
     )
 
 

@@ -193,8 +193,8 @@ def disturb(server: TierServer, dice: random.Random, folders: Sequence[Path]) ->
 
 
 def damage(dice: random.Random, folders: Sequence[Path]) -> None:
-    """A few bytes of a file with chunks or of the index."""
-    files = [path for folder in folders for path in (*folder.glob("*.seg"), *folder.glob("*.sqlite*"))]
+    """A few bytes of a file with chunks or of a state."""
+    files = [path for folder in folders for path in (*folder.glob("*.seg"), *folder.glob("state.json"))]
     if files:
         with suppress(FileNotFoundError), dice.choice(files).open("r+b") as stream:
             for _ in range(4):

@@ -58,7 +58,7 @@ def fresh(memory_path: Path, stores: Stores) -> Callable[[], StoreConfig]:
 
 @pytest.fixture
 def killed(memory_path: Path, stores: Stores) -> Callable[[], StoreConfig]:
-    """The same with a log beside the index, as after a kill."""
+    """The same as after a kill."""
     return lambda: copy_of(stores.killed, memory_path / "copy")
 
 

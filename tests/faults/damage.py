@@ -36,7 +36,7 @@ FORMAT = Path(__file__).parents[2] / "docs" / "store-format.md"
 SHAPES = ((8192, 5000, 4096, 100), (8192, 100), (8192, 5000, 4096), (5000,), (8192, 5000, 4096, 100))
 """Layers of each run: in two directories, up to two extents in each."""
 RUNS = tuple(make_keys(10 * number, 3) for number in range(5))
-"""What the store holds. In copies made while it was open the last two are in the index's log only."""
+"""What the store holds. In copies made while it was open the last two are newer than the state."""
 ALL = set(range(len(RUNS)))
 QUARANTINED = make_keys(90, 1)
 NEW = make_keys(500, 2)

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,14 @@ class SmallDisk:
     def cover(self) -> None:
         """Mount it once more over itself, read-only: what is opened from now on cannot be written."""
         self._mount("--bind", str(self.mount_point))
-        _run("mount", "-o", "remount,bind,ro", str(self.mount_point))
+        for left in reversed(range(50)):
+            try:
+                _run("mount", "-o", "remount,bind,ro", str(self.mount_point))
+                return
+            except subprocess.CalledProcessError:  # busy while a store writes its state
+                if not left:
+                    raise
+                time.sleep(0.05)
 
     def abort(self) -> None:
         """What ext4 does when it finds itself damaged: read-only until it is mounted again."""

@@ -16,8 +16,6 @@ class Survivors:
         """Acknowledged, and not cleared since: must be served."""
         self.may: set[int] = set()
         """Written, or begun to be written, and not cleared since: nothing else may be there."""
-        self.torn: set[int] = set()
-        """A write of them was cut off. Without the index the store may take the torn run for the newest one."""
         self.acknowledged = 0
         self.cleared = 0
         self._writing: dict[int, frozenset[int]] = {}
@@ -39,8 +37,6 @@ class Survivors:
 
     def killed(self) -> None:
         """The process is gone; what was under way may be there or not."""
-        for keys in self._writing.values():
-            self.torn |= keys
         self._writing.clear()
         self._since.clear()
         self._unsure.clear()
@@ -50,11 +46,6 @@ class Survivors:
         self.must.clear()
         if everything:
             self.may.clear()
-            self.torn.clear()
-
-    def index_lost(self) -> None:
-        """The store finds its runs by their headers."""
-        self.must -= self.torn
 
     def found(self, present: set[int]) -> None:
         """After a start ``present`` were served: they will be after the next one."""
@@ -84,5 +75,4 @@ class Survivors:
     def _end_clear(self, ticket: int) -> None:
         # Whatever had ended before the clear began is gone.
         self.may = self._since.pop(ticket)
-        self.torn &= self.may
         self.cleared += 1

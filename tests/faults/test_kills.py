@@ -1,4 +1,4 @@
-"""kill -9 at random instants, again and again in the same directories, also after the index was damaged.
+"""kill -9 at random instants, again and again in the same directories, also after the state was damaged.
 
 ``--kills N`` says how often; ``--fault-seed`` what the processes do and what is damaged between them.
 """
@@ -19,15 +19,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from sglang_hcache.core.errors import CorruptExtentError, TierMissError
+from sglang_hcache.core.errors import StoreFormatError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.inspect.check import check
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config
 from tests.faults.survivors import Survivors
 from tests.faults.traffic import MOST_CHUNKS, Habits
 from tests.faults.worker import BROKEN, CORRUPT, OPENED, REFUSED, Job, Report, work
-from tests.unit.store.conftest import ask_index
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ LARGE, SMALL = 96 * MIB, 9 * MIB
 """Caps: with the large one nothing is evicted, with the small one all the time."""
 LONG_S = 60.0
 """Longer than any step takes, however busy the machine is."""
-OWN_NAMES = ("lock", "superblock.json", "superblock.tmp", "index.sqlite*", "segment-*.seg")
+OWN_NAMES = ("lock", "superblock.json", "superblock.tmp", "state.json", "state.tmp", "segment-*.seg")
 
 
 def config_of(base: Path, num_dirs: int, size: int) -> StoreConfig:
@@ -55,10 +56,6 @@ class Killing:
         self.chance = random.Random(seed)
         self.seed = seed
         self.model = Survivors()
-        self.may_be_corrupt = False
-        """The index was damaged, so that its rows may say anything."""
-        self.without_index = False
-        """It was rebuilt since the store was last empty: torn runs may be taken for whole ones."""
         self.counts: Counter[str] = Counter()
         self.decks: dict[str, list[Any]] = {}
         self.slowest_open_s = 0.0
@@ -69,9 +66,10 @@ class Killing:
         """A process uses the store and is killed; sometimes something is damaged; mostly the store is checked."""
         self._use_and_kill(self._draw("caps", [LARGE, SMALL]))
         self.counts["kills"] += 1
+        self._look()
         damage = self._draw("damages", ["", "", "", "lose", "garble", "empty"])
         if damage:
-            {"lose": self.lose_index, "garble": self.garble_index, "empty": self.empty_directory}[damage]()
+            {"lose": self.lose_state, "garble": self.garble_state, "empty": self.empty_directory}[damage]()
         if damage or self.chance.random() < 0.6:
             self.check()
 
@@ -138,33 +136,29 @@ class Killing:
         if report.what == REFUSED:
             assert self.config.size_bytes == SMALL, report.text
         if report.what == CORRUPT:
-            self._expect_corrupt(report.keys)
+            raise AssertionError(f"chunks {report.keys} are damaged, but nothing was")
         self.model.learn(report)
 
-    def _expect_corrupt(self, keys: tuple[int, int] | None) -> None:
-        assert keys is not None
-        numbers = set(range(keys[0], keys[0] + keys[1]))
-        torn = self.without_index and numbers & self.model.torn
-        assert self.may_be_corrupt or torn, f"chunks {numbers} are damaged, but nothing was"
+    def _look(self) -> None:
+        """What a kill leaves is no damage, whether it came while a run was written, evicted or cleared."""
+        with contextlib.suppress(StoreFormatError), StoreView.open(self.config.dirs) as view:
+            errors = [item.what for item in check(view) if item.is_error]
+            assert not errors
 
     # -- damage ----------------------------------------------------------------------------------
 
-    def _index_files(self) -> list[Path]:
-        return [path for directory in self.config.dirs for path in directory.glob("index.sqlite*")]
+    def _state_files(self) -> list[Path]:
+        return [path for directory in self.config.dirs for path in directory.glob("state.json")]
 
-    def lose_index(self) -> None:
-        self.counts["index lost"] += 1
-        for path in self._index_files():
+    def lose_state(self) -> None:
+        self.counts["states lost"] += 1
+        for path in self._state_files():
             path.unlink()
-        self.without_index = True
-        self.model.index_lost()
 
-    def garble_index(self) -> None:
+    def garble_state(self) -> None:
         """Change, cut or remove one of its files."""
-        self.counts["index garbled"] += 1
-        self.may_be_corrupt = self.without_index = True
-        self.model.lost()
-        for path in self.chance.sample(self._index_files(), min(1, len(self._index_files()))):
+        self.counts["states garbled"] += 1
+        for path in self.chance.sample(self._state_files(), min(1, len(self._state_files()))):
             data = bytearray(path.read_bytes())
             at = self.chance.randrange(len(data) + 1)
             kind = self.chance.choice(["bytes", "cut", "all", "gone"])
@@ -181,7 +175,6 @@ class Killing:
         shutil.rmtree(directory, ignore_errors=True)
         if self.chance.random() < 0.5:
             directory.mkdir(mode=0o700)
-        self.without_index = True
         self.model.lost(everything=len(self.config.dirs) == 1)
 
     # -- checking --------------------------------------------------------------------------------
@@ -198,7 +191,7 @@ class Killing:
             self._measure()
             with Inside(store).space._lock:  # the keeper may be evicting
                 check_files(store)
-            evicted = store.stats().totals.get("segments_evicted", 0)  # begins anew with a new index
+            evicted = store.stats().totals.get("segments_evicted", 0)  # begins anew with a new state
             self.counts["segments evicted"] = max(self.counts["segments evicted"], evicted)
             present = self._served(store)
             missing = self.model.must - present
@@ -206,10 +199,6 @@ class Killing:
             strange = present - self.model.may
             assert not strange, f"served, but cleared or never written: {sorted(strange)}"
             self.model.found(present)
-            if self.may_be_corrupt:  # its rows may hide more of the kind
-                store.clear()
-                self.model.lost(everything=True)
-                self.may_be_corrupt = self.without_index = False
         finally:
             store.close()
         self._measure()
@@ -223,7 +212,7 @@ class Killing:
                 if here:
                     read_keys(store, [make_keys(number, 1)[0] for number in here])
                 served.update(here)
-            except (TierMissError, CorruptExtentError):
+            except TierMissError:  # of runs with layers of other sizes
                 served.update(number for number in here if self._is_served(store, number))
         return served
 
@@ -231,19 +220,15 @@ class Killing:
         key = make_keys(number, 1)
         if not store.contains(key[0]):
             return False
-        try:
-            read_keys(store, key)
-        except CorruptExtentError:
-            self._expect_corrupt((number, 1))
-            return False
+        read_keys(store, key)
         return True
 
     def summary(self) -> str:
         names = (
             "kills",
             "checks",
-            "index lost",
-            "index garbled",
+            "states lost",
+            "states garbled",
             "directories emptied",
             "segments evicted",
             "samples",
@@ -257,7 +242,7 @@ class Killing:
 
 
 def check_files(store: DiskStore) -> None:
-    """Files, memory and index agree: nothing is left behind by whoever was killed."""
+    """Files and memory agree: nothing is left behind by whoever was killed."""
     segments = Inside(store).catalog.segments()
     for volume in Inside(store).volumes:
         sizes = volume.directory.segment_sizes()
@@ -266,11 +251,6 @@ def check_files(store: DiskStore) -> None:
         assert {number: size for number, size in sizes.items() if size} == used
         names = [path for path in volume.path.iterdir() if not any(path.match(name) for name in OWN_NAMES)]
         assert not names, "left behind"
-        index = volume.path / "index.sqlite"
-        assert index.exists() == (volume.stripe == Inside(store).ledger.identity.index_stripe)
-        if index.exists():
-            rows = {row for (row,) in ask_index(index, "SELECT run FROM runs")}
-            assert rows == {run.number for run in Inside(store).runs()}
 
 
 @pytest.mark.parametrize("num_dirs", [1, 2, 3])

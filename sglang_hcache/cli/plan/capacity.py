@@ -48,7 +48,7 @@ class Sizing:
         if self.tokens_per_s is None:
             return sizes
         kept = round(self.tokens_per_s * self.keep_s)
-        disk = kept * bytes_per_token  # index and half-full segments come on top
+        disk = kept * bytes_per_token  # half-full segments come on top
         written_per_s = self.tokens_per_s * bytes_per_token  # if everything is evicted in the end
         written_a_day = written_per_s * _DAY_S
         return sizes | {

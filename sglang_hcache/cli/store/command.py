@@ -55,7 +55,7 @@ ConfigFile = Annotated[
 
 @app.callback()
 def _store(context: typer.Context) -> None:
-    # What reads an index copies it, with every chunk key, to the folder for temporary files.
+    # What changes a store releases it before it ends.
     context.with_resource(terminated_as_interrupted())
 
 
@@ -64,8 +64,8 @@ def _stat(dirs: Named = None, config: ConfigFile = None, as_json: AsJson = False
     """Show sizes, counts and the health of each directory.
 
     Counts start when the store was created. While a server runs they lag slightly, and the health shown is what the
-    server reports, unless it has given up its index. Exit status 1 if a directory is out or the index is damaged,
-    missing or given up (`healthy` in --json). Quarantined chunks, which are no longer served, are only counted.
+    server reports. Exit status 1 if a directory is out (`healthy` in --json). Quarantined chunks, which are no longer
+    served, are only counted.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.view import StoreView
@@ -124,8 +124,8 @@ def _verify(
 ) -> None:
     """Read every byte and check it against the digest it was written with.
 
-    Exit status 1 if something is damaged or a directory is out. Quarantined chunks are no longer served: they are
-    counted, but are not a failure without --quarantined.
+    Exit status 1 if something is damaged or lost, or a directory is out. Quarantined chunks are no longer served: they
+    are counted, but are not a failure without --quarantined.
 
     It reads as fast as it can, which slows down the restores of a running server. Chunks that the server evicts during
     the check do not count as damage.
@@ -140,7 +140,7 @@ def _verify(
             show(report.verification(view, outcome))
         is_known = quarantined and any(run.quarantined for run in view.runs())
         is_all_there = all(volume.health.readable for volume in view.volumes)
-        return is_all_there and not is_known and not outcome.damages
+        return is_all_there and not is_known and not outcome.damages and not outcome.lost_runs
 
     for_each(_stores(dirs, config), read, as_json=as_json)
 
@@ -167,7 +167,7 @@ def _gc(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete leftovers: torn writes, files that belong to no run, temporary files, index rows without files.
+    """Delete leftovers: torn writes, files that belong to no run, temporary files.
 
     A server does this by itself. --to shrinks the store once; the server's --hcache-disk-size limits how
     large it grows, and --hcache-disk-max-age how old chunks get.
@@ -184,7 +184,7 @@ def _gc(
         change = collect(places, to_bytes, max_age_s)
         show(report.collected(change))
         if to_bytes is not None and change.after.physical_bytes > to_bytes:
-            raise StoreFullError(f"--to {to}: nothing is left to evict; index and directories take the rest")
+            raise StoreFullError(f"--to {to}: nothing is left to evict; the directories take the rest")
         return True
 
     for_each(stores, free, as_json=as_json)
@@ -276,14 +276,15 @@ def _fsck(
         bool,
         typer.Option(
             "--rebuild",
-            help="Write missing superblocks, add replaced disks, rebuild the index; then check.",
+            help="Check all headers, write missing superblocks and the state anew, add replaced disks; then check.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, index and files, and say how to repair what is wrong.
+    """Check superblocks, files and the headers in them, and say how to repair what is wrong.
 
-    Does not read the chunks; `hcache store verify` does. Exit status 1 if something is wrong.
+    What a server knew and files no longer hold is lost, and is reported until a server has started. Does not read the
+    chunks; `hcache store verify` does. Exit status 1 if something is wrong.
 
     --rebuild trusts only the headers in the segment files. A directory without a superblock is added if it is empty (a
     new disk) or if its segments belong to this store. Runs with missing parts are dropped. Counts start again at zero,

@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from sglang_hcache.cli.report import Report, counted, new_table
-from sglang_hcache.cli.store.text import ago, first_of, index_note, iso_time
+from sglang_hcache.cli.store.text import ago, first_of, iso_time
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.inspect.view import NamespaceInfo, RunInfo, StoreView
@@ -19,7 +19,7 @@ def list_runs(view: StoreView, limit: int) -> Report:
     shown = [(run, view.written_at(run.place)) for run in first_of(reversed(runs), limit)]
     data = {"runs": [_run_data(run, written) for run, written in shown], "of": len(runs)}
     if not runs:
-        return Report(data, [Text("no run is stored"), *index_note(view)])
+        return Report(data, [Text("no run is stored")])
     columns = [
         "run",
         "namespace",
@@ -48,7 +48,7 @@ def list_runs(view: StoreView, limit: int) -> Report:
     summary = f"{len(shown)} of {counted(len(runs), 'run')}, the newest first"
     more = " (--limit 0 lists all)" if len(shown) < len(runs) else ""
     note = "tokens: position in the prompt; written: when its segment was written to last"
-    return Report(data, [table, Text(summary + more), Text(note, style="dim"), *index_note(view)])
+    return Report(data, [table, Text(summary + more), Text(note, style="dim")])
 
 
 def list_namespaces(view: StoreView, limit: int) -> Report:
@@ -71,7 +71,7 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
         "of": len(found),
     }
     if not found:
-        return Report(data, [Text("no run is stored"), *index_note(view)])
+        return Report(data, [Text("no run is stored")])
     table = new_table(
         ["namespace", "model", "weights", "tenant", "chunks", "runs", "on disk", "oldest", "newest"],
         right={"chunks", "runs", "on disk"},
@@ -92,7 +92,7 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
         )
     summary = Text(f"{len(shown)} of {counted(len(found), 'namespace')}, the largest first")
     note = "tenant: the first 8 digits of `printf %s TENANT | sha256sum`; ?: no server has noted whose it is"
-    return Report(data, [table, summary, Text(note, "dim"), *index_note(view)])
+    return Report(data, [table, summary, Text(note, "dim")])
 
 
 def list_quarantined(view: StoreView, limit: int) -> Report:
@@ -116,7 +116,7 @@ def list_quarantined(view: StoreView, limit: int) -> Report:
         "of": len(found),
     }
     if not found:
-        return Report(data, [Text("no chunk is in quarantine"), *index_note(view)])
+        return Report(data, [Text("no chunk is in quarantine")])
     table = new_table(["chunk", "run", "segment", "directory", "reason"], right={"run", "segment"})
     for run, chunk, why in shown:
         directory = view.directory_of(why)
@@ -130,7 +130,7 @@ def list_quarantined(view: StoreView, limit: int) -> Report:
     summary = Text(
         f"{len(shown)} of {counted(len(found), 'chunk')} in quarantine; eviction removes them in time"
     )
-    return Report(data, [table, summary, *index_note(view)])
+    return Report(data, [table, summary])
 
 
 def _run_data(run: RunInfo, written_at: float | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.report import Report, counted, new_table
-from sglang_hcache.cli.store.text import index_note, num_directories
+from sglang_hcache.cli.store.text import num_directories
 from sglang_hcache.cli.store.verify import VerifyOutcome, speed
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.config import format_floor
@@ -32,11 +32,10 @@ def stat(view: StoreView) -> Report:
     unavailable = sum(not run.is_available for run in runs)
     is_out = any(item.condition == Condition.OUT for item in directories)
     data = {
-        "healthy": not (is_out or view.index_problem or view.contents.bad_rows),
+        "healthy": not is_out,
         "store_id": view.identity.store_id,
         "format_version": FORMAT_VERSION,
         "lock_holder": None if view.lock_holder is None else view.lock_holder.pid,
-        "index": {"directory": str(view.paths[view.identity.index_stripe]), "problem": view.index_problem},
         "cap_bytes": view.identity.size_bytes,
         "free_floor_bytes": view.identity.free_floor_bytes,
         "free_floor_percent": view.identity.free_floor_percent,
@@ -66,6 +65,7 @@ def verification(view: StoreView, outcome: VerifyOutcome) -> Report:
         "checked_bytes": outcome.checked_bytes,
         "seconds": round(outcome.seconds, 3),
         "damaged_chunks": len(chunks),
+        "lost_runs": outcome.lost_runs,
         "quarantined_chunks": quarantined,
         "unavailable_runs": outcome.unavailable_runs,
         "damages": [
@@ -82,13 +82,15 @@ def verification(view: StoreView, outcome: VerifyOutcome) -> Report:
         "directories": [_directory_data(item) for item in directories],
     }
     pace = speed(outcome.checked_bytes, outcome.seconds)
-    result = counted(len(chunks), "damaged chunk") if chunks else "no damage"
+    harm = [counted(len(chunks), "damaged chunk")] if chunks else []
+    harm += [f"{counted(outcome.lost_runs, 'run')} lost with files or headers"] if outcome.lost_runs else []
+    result = ", ".join(harm) or "no damage"
     result += " in what was checked" if out else ""
     lines = [
         Text(
             f"checked {format_bytes(outcome.checked_bytes)} of {counted(outcome.runs, 'run')} "
             f"in {outcome.seconds:.1f} s ({pace}): {result}",
-            style="bold red" if chunks else "",
+            style="bold red" if harm else "",
         )
     ]
     if chunks:
@@ -111,7 +113,7 @@ def verification(view: StoreView, outcome: VerifyOutcome) -> Report:
             *(Text(f"  {item.path}: {item.reason}") for item in out),
         ]
     damages = [_damage_table(outcome)] if outcome.damages else []
-    return Report(data, [*damages, *lines, *index_note(view)])
+    return Report(data, [*damages, *lines])
 
 
 def collected(change: Change) -> Report:
@@ -222,7 +224,7 @@ def checked(view: StoreView, findings: Sequence[Finding], done: Sequence[str]) -
     errors = sum(finding.is_error for finding in findings)
     data = {
         "rebuilt": list(done),
-        "runs": len(view.contents.runs),
+        "runs": len(view.places),
         "errors": errors,
         "findings": [
             {"severity": "error" if item.is_error else "note", "what": item.what, "fix": item.fix}
@@ -237,9 +239,7 @@ def checked(view: StoreView, findings: Sequence[Finding], done: Sequence[str]) -
         lines.append(Text(f"{len(findings) - _FINDINGS_SHOWN:,} more (--json)"))
     result = f"{counted(errors, 'error')}" if errors else "no errors"
     lines.append(
-        Text(
-            f"checked {counted(len(view.contents.runs), 'run')} in {num_directories(len(view.paths))}: {result}"
-        )
+        Text(f"checked {counted(len(view.places), 'run')} in {num_directories(len(view.paths))}: {result}")
     )
     if view.lock_holder is not None:
         lines.append(Text(f"{view.lock_holder} uses the store: files of no run were not looked for", "dim"))
@@ -270,11 +270,9 @@ def _stat_table(view: StoreView, data: Mapping[str, Any]) -> Table:
     if lacking:
         table.add_row("not served", Text(", ".join(lacking), "bold red"))
     if totals is None:
-        table.add_row("counts", Text("not known without the index", "bold red"))
+        table.add_row("counts", Text("not known: the state is missing or damaged", "bold red"))
     else:
         _add_totals(table, totals, data["written_today_bytes"])
-    for note in index_note(view):
-        table.add_row("index", note)
     return table
 
 
@@ -293,8 +291,7 @@ def _add_totals(table: Table, totals: Mapping[str, int], written_today_bytes: in
     table.add_row("evicted", evicted + expired)
     table.add_row(
         "trouble",
-        f"{counted(of('corrupt_extents'), 'corrupt read')}, {counted(of('io_errors'), 'I/O error')}, "
-        f"{counted(of('index_rebuilds'), 'index rebuild')}",
+        f"{counted(of('corrupt_extents'), 'corrupt read')}, {counted(of('io_errors'), 'I/O error')}",
     )
 
 

@@ -8,10 +8,6 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from rich.text import Text
-
-from sglang_hcache.store.inspect.view import StoreView
-
 _T = TypeVar("_T")
 
 
@@ -39,10 +35,3 @@ def ago(at: float | None) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
-
-
-def index_note(view: StoreView) -> list[Text]:
-    """Where the answer comes from, if not from the index."""
-    if not view.index_problem:
-        return []
-    return [Text(f"{view.index_problem}; this is what the segments' headers say", "yellow")]

@@ -32,6 +32,8 @@ class VerifyOutcome:
     checked_bytes: int
     seconds: float
     damages: list[Damage]
+    lost_runs: int
+    """Not checked, because nothing is left that names them."""
     unavailable_runs: int
     """Not checked, because a directory is out."""
 
@@ -46,10 +48,11 @@ def run_verification(view: StoreView, *, quiet: bool) -> VerifyOutcome:
         steps = _bar(console, steps, verification) if console.is_terminal else _lines(steps, verification)
     sizes = list(steps)
     return VerifyOutcome(
-        runs=len(view.contents.runs) - verification.unavailable_runs,
+        runs=len(view.places) + len(view.torn) - verification.unavailable_runs,
         checked_bytes=sum(sizes),
         seconds=time.monotonic() - begin,
         damages=verification.damages,
+        lost_runs=verification.lost_runs,
         unavailable_runs=verification.unavailable_runs,
     )
 

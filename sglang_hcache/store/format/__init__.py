@@ -1,1 +1,1 @@
-"""Bytes as they lie on disk: blocks, headers, superblocks, rows. Pure."""
+"""Bytes as they lie on disk: blocks, headers, superblocks, states. Pure."""

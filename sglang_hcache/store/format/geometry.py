@@ -19,7 +19,7 @@ MAX_LAYERS = 320
 """Layers of a run at most: what fits a header."""
 
 MAX_SEGMENT = 10**15 - 1
-"""Largest number of a segment: what a file's name has room for, far from what an index can hold."""
+"""Largest number of a segment: what a file's name has room for."""
 
 
 def round_up(count: int) -> int:
@@ -80,6 +80,7 @@ def mask_of(stripes: Iterable[int]) -> int:
     return sum(1 << stripe for stripe in stripes)
 
 
+@lru_cache(1024)
 def members_of(mask: int) -> tuple[int, ...]:
     """The inverse of :func:`mask_of`, ascending."""
     return tuple(stripe for stripe in range(mask.bit_length()) if mask >> stripe & 1)

@@ -3,8 +3,20 @@
 LOCK_NAME = "lock"
 SUPERBLOCK_NAME = "superblock.json"
 SUPERBLOCK_TMP_NAME = "superblock.tmp"
-INDEX_NAME = "index.sqlite"
-INDEX_SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""What is appended to it in the names of its files."""
+STATE_NAME = "state.json"
+STATE_TMP_NAME = "state.tmp"
 PROBE_NAME = "probe.tmp"
 """What a directory is tried with, and how fast it is read; a crash may leave one behind."""
+OLD_INDEX_NAMES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal")
+"""Of an index that stores once had: a start deletes them."""
+OWN_NAMES = frozenset(
+    {
+        LOCK_NAME,
+        SUPERBLOCK_NAME,
+        SUPERBLOCK_TMP_NAME,
+        STATE_NAME,
+        STATE_TMP_NAME,
+        PROBE_NAME,
+        *OLD_INDEX_NAMES,
+    }
+)

@@ -10,8 +10,17 @@ import xxhash
 
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.core.keys import KEY_BYTES
-from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, MAX_LAYERS, MAX_STRIPES
-from sglang_hcache.store.format.rows import RunPlace, decode, encode
+from sglang_hcache.store.format.geometry import (
+    BLOCK,
+    MAX_CHUNKS,
+    MAX_LAYERS,
+    MAX_SEGMENT,
+    MAX_STRIPES,
+    mask_of,
+    members_of,
+    shape_of,
+)
+from sglang_hcache.store.format.place import RunPlace
 
 MAGIC = b"HCEXTENT"
 FORMAT_VERSION = 3
@@ -33,7 +42,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class ExtentHeader:
-    """Everything an extent says about itself: its whole run, as in the index, and which layer this is."""
+    """Everything an extent says about itself: its whole run, and which layer this is."""
 
     place: RunPlace
     layer: int
@@ -65,25 +74,32 @@ def pack_header(header: ExtentHeader) -> bytes:
     """The 4096 bytes of ``header``.
 
     Raises:
-        ValueError: a field does not fit, or keys and digests do not pair up.
+        ValueError: a field does not fit, or fields contradict each other.
     """
     place, shape = header.place, header.place.shape
+    block = bytearray(BLOCK)
     try:
-        row = encode(0, place)
-        _, run_id, segment, namespace_id, first_chunk, mask, rotation, keys, layer_bytes, offsets = row
-        fixed = _FIXED.pack(
-            MAGIC, FORMAT_VERSION, BLOCK, 0, namespace_id, run_id, header.layer, len(shape.chunk_layer_bytes),
-            first_chunk, shape.num_chunks, segment, shape.num_stripes, rotation, mask,
+        _FIXED.pack_into(
+            block, 0, MAGIC, FORMAT_VERSION, BLOCK, 0, place.namespace_id, place.run_id, header.layer,
+            len(shape.chunk_layer_bytes), place.first_chunk, shape.num_chunks, place.segment, shape.num_stripes,
+            shape.rotation, mask_of(shape.members),
         )  # fmt: skip
         digests = struct.pack(f"<{shape.num_chunks}Q", *header.digests)
+        layer_bytes = struct.pack(f"<{len(shape.chunk_layer_bytes)}I", *shape.chunk_layer_bytes)
+        offsets = struct.pack(f"<{shape.num_stripes}Q", *place.offsets)
     except struct.error as error:
         raise ValueError(f"a header field does not fit: {error}") from None
-    if decode(row, shape.num_stripes) != place or not header.layer < len(shape.chunk_layer_bytes):
-        raise ValueError("header fields contradict each other")
-    block = bytearray(BLOCK)
-    for at, data in ((0, fixed), (_KEYS_AT, keys), (_DIGESTS_AT, digests), (_OFFSETS_AT, offsets)):
+    for at, limit, data in (
+        (_KEYS_AT, _DIGESTS_AT, b"".join(place.keys)),
+        (_DIGESTS_AT, _OFFSETS_AT, digests),
+        (_OFFSETS_AT, _SIZES_AT, offsets),
+        (_SIZES_AT, BLOCK, layer_bytes),
+    ):
+        if at + len(data) > limit:
+            raise ValueError("header fields are too many")
         block[at : at + len(data)] = data
-    block[_SIZES_AT : _SIZES_AT + len(layer_bytes)] = layer_bytes
+    if _header_in(block) != header:
+        raise ValueError("header fields contradict each other")
     struct.pack_into("<Q", block, _DIGEST_AT, digest(block))
     return bytes(block)
 
@@ -98,35 +114,52 @@ def parse_header(block: Buffer) -> ExtentHeader:
         raise CorruptExtentError(f"header has {len(block)} of {BLOCK} bytes")
     if bytes(block[: len(MAGIC)]) != MAGIC:
         raise CorruptExtentError(f"header has wrong magic {bytes(block[:8])!r}")
-    (_, version, header_bytes, stored_digest, namespace_id, run_id, layer, num_layers, first_chunk,
-     num_chunks, segment, num_stripes, rotation, mask) = _FIXED.unpack_from(block)  # fmt: skip
+    _, version, header_bytes, stored_digest = _FIXED.unpack_from(block)[:4]
     if version != FORMAT_VERSION or header_bytes != BLOCK:
         raise CorruptExtentError(f"header has format version {version}, expected {FORMAT_VERSION}")
     zeroed = bytearray(block)
     zeroed[_DIGEST_AT : _DIGEST_AT + DIGEST_BYTES] = bytes(DIGEST_BYTES)
     if digest(zeroed) != stored_digest:
         raise CorruptExtentError("header digest does not match")
-    place = decode(
-        (
-            *(0, run_id, segment, namespace_id, first_chunk, mask, rotation),
-            bytes(block[_KEYS_AT:_DIGESTS_AT][: num_chunks * KEY_BYTES]),
-            bytes(block[_SIZES_AT:][: num_layers * 4]),
-            bytes(block[_OFFSETS_AT:_SIZES_AT][: num_stripes * 8]),
-        ),
-        num_stripes,
-    )
-    if place is None or (place.shape.num_chunks, len(place.shape.chunk_layer_bytes)) != (
-        num_chunks,
-        num_layers,
-    ):
+    header = _header_in(zeroed)
+    if header is None:
         raise CorruptExtentError("header fields contradict each other")
-    if not layer < num_layers:
-        raise CorruptExtentError(f"header says layer {layer} of {num_layers}")
+    return header
+
+
+def _header_in(block: Buffer) -> ExtentHeader | None:
+    """What the fields of a header say; None if they cannot be true together."""
+    (*_, namespace_id, run_id, layer, num_layers, first_chunk,
+     num_chunks, segment, num_stripes, rotation, mask) = _FIXED.unpack_from(block)  # fmt: skip
+    if (
+        not 0 < num_chunks <= MAX_CHUNKS
+        or not layer < num_layers <= MAX_LAYERS
+        or not 0 < num_stripes <= MAX_STRIPES
+        or not 0 < mask < 1 << num_stripes
+        or not rotation < mask.bit_count()
+        or not segment <= MAX_SEGMENT
+    ):
+        return None
+    sizes = struct.unpack_from(f"<{num_layers}I", block, _SIZES_AT)
+    if not all(sizes):
+        return None
+    place = RunPlace(
+        run_id=run_id,
+        namespace_id=namespace_id,
+        keys=tuple(
+            bytes(block[at : at + KEY_BYTES])
+            for at in range(_KEYS_AT, _KEYS_AT + num_chunks * KEY_BYTES, KEY_BYTES)
+        ),
+        first_chunk=first_chunk,
+        shape=shape_of(num_chunks, sizes, num_stripes, members_of(mask), rotation),
+        segment=segment,
+        offsets=struct.unpack_from(f"<{num_stripes}Q", block, _OFFSETS_AT),
+    )
     return ExtentHeader(place, layer, struct.unpack_from(f"<{num_chunks}Q", block, _DIGESTS_AT))
 
 
 def check_header(header: ExtentHeader, place: RunPlace, layer: int) -> None:
-    """Compare what was read with what the index promised.
+    """Compare what was read with what is known of the run.
 
     Raises:
         CorruptExtentError: names the first field that differs.

@@ -26,8 +26,6 @@ class StoreIdentity:
     """32 hexadecimal digits."""
     epoch: Count
     """Grows with every change."""
-    index_stripe: Count
-    """The directory that holds the index."""
     first_segment: Annotated[Count, Field(le=MAX_SEGMENT)]
     """Segments with lower numbers were cleared, even where their files could not be deleted."""
     file_systems: Annotated[tuple[Count, ...], Field(max_length=MAX_STRIPES)]
@@ -75,14 +73,14 @@ class Superblock:
         if not isinstance(fields, dict) or not _is_count(fields.get("format_version")):
             raise ValueError("no format version")
         if fields["format_version"] != FORMAT_VERSION:
-            return cls(StoreIdentity("", 0, 0, 0, (), 0, 0, 0, 0.0), 0, fields["format_version"])
+            return cls(StoreIdentity("", 0, 0, (), 0, 0, 0, 0.0), 0, fields["format_version"])
         try:
             identity = _LOADER.validate_python(fields)
         except ValidationError as error:
             name = str(error.errors()[0]["loc"][0])
             raise ValueError(f"{name} is {reprlib.repr(fields.get(name))}") from None
         stripe = fields.get("stripe")
-        if not _is_count(stripe) or max(stripe, identity.index_stripe) >= identity.num_stripes:
+        if not _is_count(stripe) or stripe >= identity.num_stripes:
             raise ValueError(f"stripe {reprlib.repr(stripe)} of {identity.num_stripes}")
         return cls(identity, stripe)
 

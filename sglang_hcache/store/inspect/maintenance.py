@@ -15,7 +15,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import ranks_named_by
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.erasure import Erased
-from sglang_hcache.store.format.names import LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME
+from sglang_hcache.store.format.names import LOCK_NAME, STATE_TMP_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
 from sglang_hcache.store.store import DiskStore
@@ -33,7 +33,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, view: StoreView) -> Snapshot:
-        return cls(view.directories(), view.chunks(), len(view.contents.runs))
+        return cls(view.directories(), view.chunks(), len(view.places))
 
     @property
     def physical_bytes(self) -> int:
@@ -55,10 +55,10 @@ class Change:
 
 
 def collect(dirs: Sequence[Path], to_bytes: int | None = None, max_age_s: float | None = None) -> Change:
-    """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
+    """Free what nobody needs: torn writes, files of no run, temporary files.
 
     With ``to_bytes`` also evict segments, lowest score first, until the store takes no more than that, or until
-    nothing but index and directories is left. With ``max_age_s`` also delete what is that old.
+    nothing but the directories is left. With ``max_age_s`` also delete what is that old.
 
     Raises:
         StoreLockedError: a server runs.
@@ -143,7 +143,8 @@ def _opened(
         for item in before.directories:
             if item.condition == Condition.HEALTHY:  # one that hangs would hold us up for good
                 with contextlib.suppress(OSError):
-                    (Path(item.path) / SUPERBLOCK_TMP_NAME).unlink(missing_ok=True)
+                    for name in (SUPERBLOCK_TMP_NAME, STATE_TMP_NAME):
+                        (Path(item.path) / name).unlink(missing_ok=True)
         yield store, before, identity.segment_bytes, counters
     finally:
         store.close()

@@ -1,25 +1,22 @@
-"""Making a store whole again from what its segments say: lost superblocks, replaced disks, a lost index."""
+"""Making a store whole again from what its segments say: lost superblocks, replaced disks."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from sglang_hcache.core.errors import (
     CorruptExtentError,
-    StoreError,
     StoreFormatError,
     StoreIOError,
-    TemporaryFolderError,
 )
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store.format.names import INDEX_NAME
+from sglang_hcache.store.format.names import STATE_NAME
 from sglang_hcache.store.format.record import ExtentHeader, parse_header
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
-from sglang_hcache.store.index import Index
-from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.inspect.maintenance import config_of
 from sglang_hcache.store.store import DiskStore
 from sglang_hcache.store.volumes.agreement import agreed, in_place
@@ -28,11 +25,11 @@ from sglang_hcache.store.volumes.looking import Seen, close_all, look_at_each
 
 
 def rebuild(dirs: Sequence[Path]) -> list[str]:
-    """Write superblocks that are missing or damaged, then the index anew from the headers; says what was done.
+    """Write superblocks that are missing or damaged, then the state anew from the headers; says what was done.
 
     A directory without a superblock is taken in if it is empty, as a new disk is, or if its segments are of
     this store. Runs that are not complete are forgotten, and so are counts and quarantine, which only the
-    index knew.
+    state knew.
 
     Raises:
         StoreLockedError: a server runs.
@@ -50,7 +47,7 @@ def rebuild(dirs: Sequence[Path]) -> list[str]:
         stats = store.stats()
     finally:
         store.close()
-    done.append(f"wrote the index anew: {stats.runs} runs with {stats.chunks} chunks are complete")
+    done.append(f"{stats.runs} runs with {stats.chunks} chunks are complete")
     return done
 
 
@@ -76,7 +73,7 @@ def _check_something_is_there(dirs: Sequence[Path]) -> None:
 
 
 def _prepare(dirs: Sequence[Path]) -> tuple[StoreIdentity, list[Seen], list[str]]:
-    """Under the locks: write superblocks, remove indexes. Raises OSError, StoreError."""
+    """Under the locks: write superblocks, remove states. Raises OSError, StoreError."""
     with contextlib.ExitStack() as stack:
         locked: dict[Path, StoreDirectory] = {}
         for path in dirs:
@@ -89,8 +86,7 @@ def _prepare(dirs: Sequence[Path]) -> tuple[StoreIdentity, list[Seen], list[str]
         seen = in_place(seen, identity.num_stripes)
         for item in seen:
             locked[item.volume.path].write_superblock(Superblock(identity, item.volume.stripe))
-        for item in seen:
-            remove_index(item.volume.path / INDEX_NAME)
+            (item.volume.path / STATE_NAME).unlink(missing_ok=True)
     return identity, seen, done
 
 
@@ -100,10 +96,8 @@ def _take_in(seen: Sequence[Seen]) -> tuple[StoreIdentity, list[str]]:
     headers = {item.volume.path: _first_headers(item) for item in seen}
     if any(item.superblock is not None for item in seen):
         identity = agreed(seen)
-        known = _runs_in_index(seen, identity)
     else:
         identity = _guessed(seen, headers)
-        known = set()
         done.append("no superblock was left: the settings are guessed until a server brings its own")
     for item in seen:
         if item.superblock is not None:
@@ -115,7 +109,7 @@ def _take_in(seen: Sequence[Seen]) -> tuple[StoreIdentity, list[str]]:
             if other is not item
             for header in headers[other.volume.path]
         }
-        _place(item, headers[path], known | others, identity, alone=len(seen) == 1)
+        _place(item, headers[path], others, identity, alone=len(seen) == 1)
     stripes = [item.superblock.stripe for item in seen if item.superblock is not None]
     if len(set(stripes)) < len(stripes):
         raise StoreFormatError("two of these directories hold the same part of a store; give the right ones")
@@ -153,26 +147,13 @@ def _first_headers(item: Seen) -> list[ExtentHeader]:
     found = []
     for segment in item.volume.attempt(item.directory.segment_sizes):
         try:
-            block = item.volume.attempt(lambda segment=segment: item.directory.read_blocks(segment, [0]))[0]  # type: ignore[misc]
+            block = item.volume.attempt(partial(item.directory.first_block, segment))
             header = parse_header(block)
         except (CorruptExtentError, OSError):
             continue
         if header.place.segment == segment:
             found.append(header)
     return found
-
-
-def _runs_in_index(seen: Sequence[Seen], identity: StoreIdentity) -> set[bytes]:
-    """Ids of the runs that the index knows; none if it cannot be read. Raises TemporaryFolderError, OSError."""
-    for item in seen:
-        try:
-            contents, _ = Index.read(item.volume.path / INDEX_NAME, identity.num_stripes, identity.store_id)
-        except TemporaryFolderError:
-            raise
-        except StoreError:
-            continue
-        return {place.run_id for place in contents.runs.values()}
-    return set()
 
 
 def _guessed(seen: Sequence[Seen], headers: dict[Path, list[ExtentHeader]]) -> StoreIdentity:
@@ -195,7 +176,6 @@ def _guessed(seen: Sequence[Seen], headers: dict[Path, list[ExtentHeader]]) -> S
     return StoreIdentity(
         store_id=uuid.uuid4().hex,
         epoch=0,
-        index_stripe=0,
         first_segment=0,
         file_systems=(0,) * len(seen),
         size_bytes=2 * sum(item.directory.allocated_bytes() for item in seen) + 4 * segment_bytes + 2**24,

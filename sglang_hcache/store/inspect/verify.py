@@ -46,7 +46,7 @@ class Verification:
 
     def __init__(self, view: StoreView) -> None:
         self._view = view
-        runs = view.runs()
+        runs = [*view.runs(), *view.torn_runs()]
         self._runs = sorted(
             (run for run in runs if run.is_available),
             key=lambda run: (run.place.segment, max(run.place.offsets)),
@@ -55,6 +55,8 @@ class Verification:
         """What there is to read, headers and padding included."""
         self.unavailable_runs = len(runs) - len(self._runs)
         """Runs that are not checked because one of their directories is out, or went out meanwhile."""
+        self.lost_runs = max(0, sum(view.lost.values()) - len(view.torn))
+        """Runs that a server knew and of which nothing is left that names them."""
         self.damages: list[Damage] = []
         """What is damaged and not in quarantine yet. What a running server evicted meanwhile is no damage."""
 
@@ -96,13 +98,13 @@ class Verification:
         """Read and check all layers of a run; None if one of its directories is out by now."""
         place = run.place
         segment = Segment(place.segment, self._view.volumes, place.shape.members, 0)
-        item = RunSlice(StoredRun(place, segment, run.number), 0, len(place.keys), 0)
+        item = RunSlice(StoredRun(place, segment), 0, len(place.keys), 0)
         damages = []
         for layer, chunk_bytes in enumerate(place.shape.chunk_layer_bytes):
             stripe = place.shape.stripe(layer)
             end = place.extent_offset(layer) + extent_bytes(len(place.keys), chunk_bytes)
             size = self._sizes.get(stripe, {}).get(place.segment, 0)
-            if end > size:  # before a row that makes no sense asks for too much memory
+            if end > size:  # before anything is read into memory for it
                 reason = f"the file has {size} bytes, this ends at {end}" if size else "the file is missing"
                 damages += self._damage(run, layer, (), reason)
                 continue
@@ -128,8 +130,5 @@ class Verification:
         if not suspects or self._view.lock_holder is None:
             return suspects
         with StoreView.open(self._view.paths) as now:
-            current = {place.run_id: place.segment for place in now.contents.runs.values()}
-        if now.index_problem:  # headers are there before the rest: what is written now is no damage
-            newest = max(current.values(), default=0)
-            current = {run_id: segment for run_id, segment in current.items() if segment < newest}
+            current = {place.run_id for place in (*now.places, *now.torn)}
         return [damage for damage in suspects if damage.run.place.run_id in current]

@@ -1,7 +1,4 @@
-"""What is in a store, seen without its lock: beside a running server or without one. Nothing is written.
-
-(But a copy of the index to the folder for temporary files, for as long as it is read.)
-"""
+"""What is in a store, seen without its lock: beside a running server or without one. Nothing is written."""
 
 from __future__ import annotations
 
@@ -9,28 +6,24 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sglang_hcache.core.errors import (
     StoreError,
-    StoreFormatError,
-    StoreTimeoutError,
-    TemporaryFolderError,
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
-from sglang_hcache.store.census import Files
+from sglang_hcache.store.census import Files, lost_runs
 from sglang_hcache.store.config import DirectoryStats
-from sglang_hcache.store.format.names import INDEX_NAME
-from sglang_hcache.store.format.rows import IndexContents, RunPlace
+from sglang_hcache.store.format.place import RunPlace
+from sglang_hcache.store.format.state import State, read_value
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.format.values import read_value
-from sglang_hcache.store.index import LOAD_S, Index
 from sglang_hcache.store.notes import Notes
+from sglang_hcache.store.scan import Found
+from sglang_hcache.store.start import read_state
 from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
@@ -55,7 +48,7 @@ class RunInfo:
     """A run and what is known of it."""
 
     number: int
-    """Number of its row in the index; grows with age."""
+    """Grows with age."""
     place: RunPlace
     quarantined: Mapping[int, str]
     """Chunk of the run -> why it is not served."""
@@ -91,25 +84,27 @@ class StoreView:
     def __init__(
         self,
         sight: Sight,
-        contents: IndexContents,
-        meta: Mapping[str, str],
-        index_problem: str,
+        files: Files,
+        found: Found,
+        state: State,
+        state_problems: Sequence[str],
         lock_holder: LockHolder | None,
-        *,
-        is_index_slow: bool = False,
     ) -> None:
         self.sight = sight
         self.identity: StoreIdentity = sight.identity
         self.volumes = sight.volumes
-        self.contents = contents
-        """From the index, or from the headers of the segments if there is an ``index_problem``."""
-        self.index_problem = index_problem
-        """Why the index could not be used; empty if it could."""
-        self.is_index_slow = is_index_slow
-        """It was not read in time: the index may be well."""
+        self.files = files
+        self.state = state
+        self.state_problems = state_problems
+        """What is wrong with copies of it."""
+        self.places = [place for place, missing in found if not missing]
+        """Of the runs that are complete in the directories that can be read, by age."""
+        self.lost = lost_runs(state, files, self.places)
+        """How many runs a segment has lost."""
+        self.torn = {place: missing for place, missing in found if missing and place.segment in self.lost}
+        """Runs in such segments of which something is left, and in which directories, as bits, nothing is."""
         self.lock_holder = lock_holder
         """Process that uses the store; None if none does."""
-        self._meta = meta
 
     @classmethod
     def open(cls, dirs: Sequence[Path]) -> StoreView:
@@ -119,20 +114,18 @@ class StoreView:
 
         Raises:
             StoreFormatError: no store, not one store, not all of its directories, or one of another format.
-            TemporaryFolderError: there is no room for a copy of the index.
         """
         sight = look_at(dirs)
         holder = _lock_holder(sight)
         try:
-            contents, meta = _read_index(sight)
-        except BaseException as error:
-            sight.close()  # also ends the reading that Ctrl-C interrupts: its copy of the index must not stay
-            if isinstance(error, TemporaryFolderError) or not isinstance(error, StoreError):
-                raise  # the index may be well, and headers say less
-            again = look_at(dirs)
-            slow = isinstance(error, StoreTimeoutError)
-            return cls(again, _read_headers(again), {}, str(error), holder, is_index_slow=slow)
-        return cls(sight, contents, meta, "", holder)
+            before, _ = read_state(sight.volumes)
+            files = Files.listed(sight.identity.first_segment, sight.volumes)
+            found = files.scan(sight.volumes)
+            after, problems = read_state(sight.volumes)
+            return cls(sight, files, found, _meanwhile(before, after), [*problems.values()], holder)
+        except BaseException:
+            sight.close()
+            raise
 
     def close(self) -> None:
         self.sight.close()
@@ -156,7 +149,7 @@ class StoreView:
 
     def directories(self) -> list[DirectoryInfo]:
         """Every directory, by stripe; asks the file systems."""
-        told, errors = self._told_health(), errors_of(self._meta)
+        told, errors = self._told_health(), errors_of(self.state.meta)
         found = []
         for volume in self.volumes:
             try:
@@ -167,7 +160,9 @@ class StoreView:
                 physical, free, segments = 0, -1, 0
             condition, reason = str(volume.health.condition), volume.health.reason
             if volume.health.readable:
-                condition, reason = told.get(volume.stripe, _mounted(volume.path))
+                condition, reason = told.get(volume.stripe, (str(Condition.HEALTHY), ""))
+                if condition == Condition.HEALTHY:  # also where a server could not write down what it thinks
+                    condition, reason = _mounted(volume.path)
             stats = (volume.path, condition, reason, *errors.get(volume.stripe, (0, 0)))
             found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments))
         return found
@@ -182,26 +177,33 @@ class StoreView:
 
     def totals(self) -> dict[str, int] | None:
         """Counts since the store was created, by event; None if they are not known."""
-        if "totals" not in self._meta:
+        if "totals" not in self.state.meta:
             return None
         tally = Tally(Counters())
-        tally.resume(self._meta["totals"])
+        tally.resume(self.state.meta["totals"])
         return tally.totals()
 
     def written_today_bytes(self) -> int | None:
         """Bytes written in the last 24 hours; None if that is not known."""
-        if "written" not in self._meta:
+        if "written" not in self.state.meta:
             return None
-        return WriteAllowance.from_json(None, self._meta["written"]).written(time.time())
+        return WriteAllowance.from_json(None, self.state.meta["written"]).written(time.time())
 
     # -- what is in it ---------------------------------------------------------------------------
 
     def runs(self) -> list[RunInfo]:
         """All runs, oldest first."""
+        return self._described(self.places)
+
+    def torn_runs(self) -> list[RunInfo]:
+        """Those of :attr:`torn`."""
+        return self._described(self.torn)
+
+    def _described(self, places: Iterable[RunPlace]) -> list[RunInfo]:
         out = {volume.stripe for volume in self.volumes if not volume.health.readable}
         found = []
-        for number, place in self.contents.runs.items():
-            marks = self.contents.quarantined.get(number, {})
+        for number, place in enumerate(places, 1):
+            marks = self.state.quarantined.get(place.run_id, {})
             quarantined = {chunk: why for chunk, why in marks.items() if chunk < len(place.keys)}
             found.append(RunInfo(number, place, quarantined, out.isdisjoint(place.shape.members)))
         return found
@@ -215,7 +217,7 @@ class StoreView:
         groups: dict[bytes, list[RunInfo]] = {}
         for run in self.runs():
             groups.setdefault(run.place.namespace_id, []).append(run)
-        notes = Notes(self._meta.get("namespaces"))
+        notes = Notes(self.state.meta.get("namespaces"))
         found = []
         for namespace_id, runs in groups.items():
             segments = {run.place.segment: run.place for run in runs}
@@ -234,21 +236,26 @@ class StoreView:
 
     def written_at(self, place: RunPlace) -> float | None:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
-        files = self._files.of(place.segment)
-        known = [files[stripe].written_s for stripe in place.shape.members if stripe in files]
-        return max((time_s for time_s in known if time_s > -math.inf), default=None)
-
-    @cached_property
-    def _files(self) -> Files:
-        return Files.listed(self.identity.first_segment, self.volumes)
+        written_s = self.files.written_s(place.segment)
+        return written_s if written_s > -math.inf else None
 
     def _told_health(self) -> dict[int, tuple[str, str]]:
         """What the running server thinks of its directories, by stripe."""
-        home = self.volumes[self.identity.index_stripe]
-        is_told = self.lock_holder is not None and home.health.readable  # else to look may take for ever
-        if not is_told or _mounted(home.path)[0] != Condition.HEALTHY:
-            return {}  # what the last server thought is long over, and this one cannot say it
-        return read_value(self._meta.get("health"), _health_of)
+        if self.lock_holder is None:
+            return {}  # what the last server thought is long over
+        return read_value(self.state.meta.get("health"), _health_of)
+
+
+def _meanwhile(before: State, after: State) -> State:
+    """What is known of files that were looked at between two states of a running server."""
+    both = before.segments.keys() & after.segments.keys()
+    segments = {
+        number: replace(
+            after.segments[number], runs=min(before.segments[number].runs, after.segments[number].runs)
+        )
+        for number in both
+    }
+    return replace(after, segments=segments, going=before.going | after.going)
 
 
 def _health_of(told: list[Any]) -> dict[int, tuple[str, str]]:
@@ -276,30 +283,6 @@ def _lock_holder(sight: Sight) -> LockHolder | None:
         if holder is not None:
             return holder
     return None
-
-
-def _read_index(sight: Sight) -> tuple[IndexContents, dict[str, str]]:
-    identity = sight.identity
-    home = sight.volumes[identity.index_stripe]
-    if not home.health.readable:
-        raise StoreFormatError(f"the index is in {home.path}, which is out: {home.health.reason}")
-    path = home.path / INDEX_NAME
-    contents, meta = home.call(
-        lambda: Index.read(path, identity.num_stripes, identity.store_id, home.goes_on),
-        "cannot read the index",
-        patience_s=LOAD_S,
-    )
-    runs = {
-        number: place for number, place in contents.runs.items() if place.segment >= identity.first_segment
-    }
-    return replace(contents, runs=runs), meta
-
-
-def _read_headers(sight: Sight) -> IndexContents:
-    """The runs that are complete in the directories that can be read, numbered by age."""
-    files = Files.listed(sight.identity.first_segment, sight.volumes)
-    runs = files.runs(sight.volumes)
-    return IndexContents(dict(enumerate(runs, 1)), [], {}, {})
 
 
 def _mounted(path: Path) -> tuple[str, str]:

@@ -16,13 +16,14 @@ from pathlib import Path
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.paths import ranks_named_by
 from sglang_hcache.store.format.names import (
-    INDEX_NAME,
-    INDEX_SUFFIXES,
     LOCK_NAME,
-    PROBE_NAME,
+    OWN_NAMES,
+    STATE_NAME,
+    STATE_TMP_NAME,
     SUPERBLOCK_NAME,
     SUPERBLOCK_TMP_NAME,
 )
+from sglang_hcache.store.format.state import MAX_BYTES as MAX_STATE_BYTES
 from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.probing import gives_direct_reads, takes_direct_writes
@@ -31,10 +32,6 @@ from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.lock import DirectoryLock
 
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
-_OWN_NAMES = frozenset(
-    {LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME, PROBE_NAME}
-    | {INDEX_NAME + suffix for suffix in INDEX_SUFFIXES}
-)
 _HARMLESS_NAMES = frozenset({"lost+found"})
 
 logger = logging.getLogger(__name__)
@@ -115,14 +112,6 @@ class StoreDirectory:
     def allocated_bytes(self) -> int:
         """Bytes of the directory and all in it, as ``du`` counts; slow with thousands of files. Raises OSError."""
         return 512 * (self.path.stat().st_blocks + sum(_blocks(entry) for entry in self._entries()))
-
-    def index_bytes(self) -> int:
-        """Part of them: the index's files, as far as there are any. Raises OSError."""
-        total = 0
-        for suffix in INDEX_SUFFIXES:
-            with contextlib.suppress(FileNotFoundError):
-                total += 512 * (self.path / (INDEX_NAME + suffix)).stat().st_blocks
-        return total
 
     def free_bytes(self) -> int:
         """Bytes this user may still allocate on the file system. Raises OSError."""
@@ -246,13 +235,31 @@ class StoreDirectory:
 
     def write_superblock(self, superblock: Superblock) -> None:
         """Write it durably, in one step. Raises OSError."""
+        self._write(SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME, superblock.to_json())
+
+    def read_state(self) -> bytes | None:
+        """What :meth:`write_state` wrote; None if there is nothing. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError), open(self.path / STATE_NAME, "rb") as file:
+            return file.read(MAX_STATE_BYTES)
+        return None
+
+    def write_state(self, text: bytes) -> None:
+        """Write it durably, in one step. Raises OSError."""
+        self._write(STATE_NAME, STATE_TMP_NAME, text)
+
+    def _write(self, name: str, temporary: str, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with self._opened() as place:
-            with open(os.open(SUPERBLOCK_TMP_NAME, flags, 0o600, dir_fd=place), "wb") as file:
-                file.write(superblock.to_json())
-                file.flush()
-                os.fsync(file)
-            os.rename(SUPERBLOCK_TMP_NAME, SUPERBLOCK_NAME, src_dir_fd=place, dst_dir_fd=place)
+            try:
+                with open(os.open(temporary, flags, 0o600, dir_fd=place), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file)
+                os.rename(temporary, name, src_dir_fd=place, dst_dir_fd=place)
+            except OSError:
+                with contextlib.suppress(OSError):  # on a full disk it takes room
+                    os.unlink(temporary, dir_fd=place)
+                raise
             os.fsync(place)
 
     def place(self) -> Path:
@@ -268,7 +275,7 @@ class StoreDirectory:
 
     def strangers(self) -> list[str]:
         """Names of what no store made. Raises OSError."""
-        names = {entry.name for entry in self._entries()} - _OWN_NAMES - _HARMLESS_NAMES
+        names = {entry.name for entry in self._entries()} - OWN_NAMES - _HARMLESS_NAMES
         return sorted(name for name in names if not _SEGMENT_NAME.fullmatch(name))
 
     def check_ours(self) -> None:

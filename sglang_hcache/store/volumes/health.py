@@ -33,7 +33,7 @@ _LONGEST_RETRY_S = 60.0
 
 
 class Condition(StrEnum):
-    """What a directory is used for. Values are shown to users and kept in the index."""
+    """What a directory is used for. Values are shown to users and kept in the state."""
 
     HEALTHY = "healthy"
     READ_ONLY = "read-only"
@@ -76,8 +76,6 @@ class Health:
         """It takes no writes for want of room."""
         self.freed_in_vain = 0
         """Bytes of files that were deleted while it was full, since data was last written."""
-        self.is_missing = False
-        """It is out, for it was deleted or is another one now."""
         self.has_worked = True
         """False from the start on, if it was out then, until it is used."""
         self.corrupt_extents = self.io_errors = 0
@@ -139,13 +137,7 @@ class Health:
     def take_out(self, reason: str) -> None:
         """Serve nothing from it until it has recovered."""
         if self.condition is not Condition.OUT:
-            self.is_missing = False
             self._trip(Condition.OUT, reason)
-
-    def mark_missing(self, reason: str) -> None:
-        """As :meth:`take_out`; and nobody need wait for it."""
-        self.take_out(reason)
-        self.is_missing = True
 
     def hangs(self) -> None:
         """An operation was given up but has not ended."""
@@ -183,7 +175,6 @@ class Health:
                 return
             is_news = (seen, self.is_full) != (Condition.READ_ONLY, is_full)
             self.condition, self.reason, self.is_full = Condition.READ_ONLY, reason, is_full
-            self.is_missing = False
             self.has_worked = True
             self._failed_reads = 0
             self._recovered_at = time.monotonic()  # failing again soon is going on, not beginning
@@ -204,7 +195,7 @@ class Health:
             logger.info("hcache: %s is used again", self._path)
             self.condition = Condition.HEALTHY
             self.reason = ""
-            self.is_full = self.is_missing = False
+            self.is_full = False
             self.has_worked = True
             self._failed_reads = self._failed_writes = 0
             self._recovered_at = time.monotonic()

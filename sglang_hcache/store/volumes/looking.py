@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,20 +47,10 @@ class SeenDirectory(StoreDirectory):
         if number:
             raise OSError(number, os.strerror(number), str(place))
 
-    def read_blocks(
-        self, segment: int, offsets: Sequence[int], go_on: Callable[[], None] = lambda: None
-    ) -> list[bytes]:
-        """The blocks at ``offsets`` of a segment's file, through the page cache; ``go_on()`` is called before each.
-
-        Raises:
-            OSError: it cannot be read, or ``go_on`` raised it.
-        """
+    def first_block(self, segment: int) -> bytes:
+        """Of a segment's file, through the page cache. Raises OSError."""
         file = self.open_to_read(segment, False)
-        blocks = []
-        for offset in offsets:
-            go_on()
-            blocks.append(os.pread(file.fd, BLOCK, offset))
-        return blocks
+        return os.pread(file.fd, BLOCK, 0)
 
     def names(self) -> set[str]:
         """Of every entry. Raises OSError."""

@@ -78,18 +78,14 @@ def publish(volumes: Sequence[Volume], identity: StoreIdentity) -> None:
     for volume in volumes:
         if volume.health.writable:
             try:
-                write_superblock(volume, identity)
+                block = Superblock(identity, volume.stripe)
+                write = partial(volume.directory.write_superblock, block)
+                volume.call(write, "cannot write the superblock", writing=True)
                 written += 1
             except StoreError as error:
                 failure = error
     if not written:
         raise failure
-
-
-def write_superblock(volume: Volume, identity: StoreIdentity) -> None:
-    """Make ``volume`` a directory of the store. Raises StoreError."""
-    block = Superblock(identity, volume.stripe)
-    volume.call(lambda: volume.directory.write_superblock(block), "cannot write the superblock", writing=True)
 
 
 def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, OSError | None]:
@@ -205,7 +201,6 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
     return StoreIdentity(
         store_id=uuid.uuid4().hex,
         epoch=0,
-        index_stripe=0,
         first_segment=0,
         file_systems=tuple(volume.attempt(volume.directory.file_system) for volume in volumes),
         size_bytes=config.size_bytes,

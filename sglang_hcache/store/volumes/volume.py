@@ -132,9 +132,6 @@ class Volume:
     def free_bytes(self) -> int:
         return self.call(self.directory.free_bytes, "cannot ask for free space")
 
-    def index_bytes(self) -> int:
-        return self.call(self.directory.index_bytes, "cannot ask for the index's size", blame=False)
-
     def segment_files(self) -> dict[int, SegmentFile]:
         self.free_bytes()
         return self.call(self.directory.segment_files, "cannot list the segments", patience_s=MEASURE_S)
@@ -170,10 +167,6 @@ class Volume:
         """
         return self._caller.call(function, patience_s or self.patience_s)
 
-    def goes_on(self) -> None:
-        """Called by what :meth:`call` runs: its deadline counts from now. Raises OSError if that is over, or all is."""
-        self._caller.goes_on()
-
     def check_presence(self) -> None:
         """Take the volume out if its directory is not the one that was opened."""
         try:
@@ -182,7 +175,7 @@ class Volume:
             self.health.failed(error, writing=False)
             return
         if not present:
-            self.health.mark_missing("the directory was deleted or unmounted")
+            self.health.take_out("the directory was deleted or unmounted")
 
     def close(self, timeout_s: float) -> bool:
         """Release the lock, once: behind a call that hangs, when that has ended. False if it is not released yet."""

@@ -2,18 +2,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import shutil
-import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_hcache.core.errors import StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.index_files import private_copy
+from sglang_hcache.store.format.state import State
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -24,21 +23,10 @@ from tests.waiting import wait_until as wait_until
 CHUNKS = 4
 
 
-def ask_index(path: Path, question: str) -> list[tuple[object, ...]]:
-    """What a SELECT says of the index at ``path``, also while a store has it."""
-    with private_copy(path) as copy, contextlib.closing(sqlite3.connect(copy)) as connection:
-        return connection.execute(question).fetchall()
-
-
 def kill(store: DiskStore) -> None:
     """What ``kill -9`` leaves: nothing is saved any more, and the locks are free."""
     Inside(store).keeper.close(5)
     for volume in Inside(store).volumes:
-        for path in volume.path.glob(
-            "index.sqlite*"
-        ):  # its lock stays with the file that this process has open
-            shutil.copy2(path, volume.path / "copy")
-            os.replace(volume.path / "copy", path)
         volume.directory.lock.release()
 
 
@@ -80,6 +68,16 @@ def served(config: StoreConfig, open_store: Callable[..., DiskStore], runs: int)
         read_keys(store, keys_of(number))
     store.close()
     return found
+
+
+def state_of(folder: Path) -> State:
+    """What is written down there."""
+    return State.from_bytes((folder / "state.json").read_bytes())
+
+
+def write_state(folder: Path, **changes: Any) -> None:
+    """As if a server had written it down so."""
+    (folder / "state.json").write_bytes(replace(state_of(folder), **changes).to_bytes())
 
 
 def conditions(store: DiskStore) -> list[str]:

@@ -21,6 +21,7 @@ from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import FaultEngine, always
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
     make_run,
@@ -29,6 +30,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
+from tests.unit.store.conftest import kill
 
 OpenStore = Callable[..., DiskStore]
 MIB = 2**20
@@ -238,3 +240,29 @@ def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Cou
         read_keys(store, make_keys(0, 1))
         assert stats.segments == 1, "a refused run leaves no segment behind"
         store.close()
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_was_written_since_the_last_state_counts_after_a_kill(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    """Restarts in a loop do not exceed the budget, however little time each has; a known run counts once."""
+    config = replace(small_config(tmp_path, 2), write_budget_bytes=10 * MIB)
+    layers, written = (4096,) * 4, 0
+    for turn in range(6):
+        store = open_store(config)
+        assert store.stats().written_today_bytes == written
+        for number in range(3):
+            write_keys(store, make_keys(100 * turn + number, 1), layers)
+            if (turn, number) in ((0, 0), (1, 2), (3, 1)):
+                store._write_down(now=True)
+        written = store.stats().written_today_bytes
+        assert written == 3 * (turn + 1) * 32_768
+        if turn == 4:
+            inside = Inside(store)
+            inside.catalog.quarantine(inside.run_of(make_keys(400, 1)[0]), {0: "bad"})
+            store._write_down(now=True)
+        kill(store)
+    for folder in config.dirs:
+        (folder / "state.json").unlink()
+    assert open_store(config).stats().written_today_bytes == 0, "then nobody knows"

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, ledger, removal
+from sglang_hcache.store import DiskStore, census, removal
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.io import probing
 from sglang_hcache.store.reader import LayerReader, SliceFailure
@@ -23,7 +23,7 @@ from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import conditions, is_healthy, sick, wait_until
+from tests.unit.store.conftest import conditions, is_healthy, kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000)
@@ -83,9 +83,6 @@ def test_a_disk_that_was_mounted_read_only_meanwhile_is_read(
             raise OSError(errno.EROFS, "read-only")
         probe(self)
 
-    def remove(path: Path) -> None:
-        raise OSError(errno.EROFS, "read-only")  # whether or not it is there
-
     def retry() -> None:
         for volume in inside.volumes:
             volume.health._retry_at = 0.0
@@ -94,13 +91,11 @@ def test_a_disk_that_was_mounted_read_only_meanwhile_is_read(
     monkeypatch.setattr(StoreDirectory, "probe", read_only)
     for volume in inside.volumes:
         volume.health.take_out("a read took long")
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger, "remove_index", remove)
-        for _ in range(2):
-            retry()
-            assert conditions(store) == ["read-only", "read-only"]
-            assert not any(volume.health.can_delete for volume in inside.volumes)
-            read_keys(store, keys)
+    for _ in range(2):
+        retry()
+        assert conditions(store) == ["read-only", "read-only"]
+        assert not any(volume.health.can_delete for volume in inside.volumes)
+        read_keys(store, keys)
     refusing.clear()
     retry()
     assert is_healthy(store)
@@ -273,3 +268,105 @@ def test_what_is_stored_after_it_failed_again_does_not_count_as_cleared(
     store = open_store(config)
     assert match_keys(store, later) == 2
     read_keys(store, later)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_lies_only_in_a_directory_that_was_out_at_start_is_served_when_it_is_back(
+    tmp_path: Path,
+    open_store: OpenStore,
+    monkeypatch: pytest.MonkeyPatch,
+    counters: Counters,
+    is_killed: bool,
+) -> None:
+    config = small_config(tmp_path, 2)
+    names = {"disk0"}
+    open_store(config).close()
+    sick(names, monkeypatch)
+    store = open_store(config)
+    alone = make_keys(0, 4)
+    write_keys(store, alone, (4096,))  # only disk1 has it
+    store.close()
+    names.symmetric_difference_update(("disk0", "disk1"))
+    store = open_store(config)
+    assert match_keys(store, alone) == 0
+    later = make_keys(100, 2)
+    write_keys(store, later, LAYERS)
+    names.clear()
+    wait_until(lambda: match_keys(store, alone) == 4)
+    read_keys(store, alone)
+    read_keys(store, later)
+    assert Inside(store).space.used_bytes() >= sum(
+        path.stat().st_size for folder in config.dirs for path in folder.glob("*.seg")
+    )
+    if is_killed:
+        kill(store)
+    else:
+        store.close()
+    store = open_store(config)
+    read_keys(store, alone)
+    read_keys(store, later)
+    assert counters["store.runs_lost"] == 0
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_cannot_be_looked_at_again_is_left_alone(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes out once more before anybody has read its headers: nothing there is taken for files of no run."""
+    config = small_config(tmp_path, 2)
+    names = {"disk0"}
+    open_store(config).close()
+    sick(names, monkeypatch)
+    store = open_store(config)
+    alone = make_keys(0, 4)
+    write_keys(store, alone, LAYERS)
+    store.close()
+    names.symmetric_difference_update(("disk0", "disk1"))
+    store = open_store(config)
+    inside = Inside(store)
+    take_in = inside.space.take_in
+
+    def go_out_first() -> None:
+        inside.volumes[1].health.take_out("again")
+        take_in()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inside.space, "take_in", go_out_first)
+        names.clear()
+        inside.volumes[1].health._retry_at = 0.0
+        inside.keeper.round()
+    assert list(config.dirs[1].glob("*.seg"))
+    assert match_keys(store, alone) == 0
+    inside.volumes[1].health._retry_at = 0.0
+    inside.keeper.round()
+    read_keys(store, alone)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_without_file_descriptors_nothing_is_taken_for_a_file_of_no_run(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, counters: Counters
+) -> None:
+    config = small_config(tmp_path, 2)
+    names = {"disk0"}
+    open_store(config).close()
+    sick(names, monkeypatch)
+    store = open_store(config)
+    alone = make_keys(0, 4)
+    write_keys(store, alone, LAYERS)
+    store.close()
+    names.symmetric_difference_update(("disk0", "disk1"))
+    store = open_store(config)
+    names.clear()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(census, "scan_segments", refuse)
+        Inside(store).volumes[1].health._retry_at = 0.0
+        Inside(store).keeper.round()
+    assert is_healthy(store)
+    assert (counters["store.upkeep_failures"], counters["store.errors"]) == (1, 0)
+    assert match_keys(store, alone) == 0
+    Inside(store).keeper.round()
+    read_keys(store, alone)

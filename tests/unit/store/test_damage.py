@@ -18,7 +18,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import ExtentHeader, pack_header
-from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.saved import SavedState
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
@@ -29,7 +29,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import ask_index, flip
+from tests.unit.store.conftest import flip, state_of
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 8192)
@@ -179,7 +179,7 @@ def test_a_quarantined_chunk_is_kept_logged_once_and_written_again(
 def test_a_directory_whose_name_is_no_utf_8(
     tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A quarantine names it; neither the index nor the end of the store minds."""
+    """A quarantine names it; neither the state nor the end of the store minds."""
     caplog.set_level(logging.CRITICAL)  # pytest-xdist could not send what the log says
     config = small_config(tmp_path / os.fsdecode(b"d\xff"))
     store = open_store(config)
@@ -203,7 +203,7 @@ def test_an_error_that_nobody_foresaw_leaves_no_lock_behind(
     write_keys(store, BAD, LAYERS)
     Inside(store).keeper.close(5)
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "save_meta", Mock(side_effect=RuntimeError("unforeseen")))
+        patch.setattr(SavedState, "save", Mock(side_effect=RuntimeError("unforeseen")))
         with pytest.raises(RuntimeError, match="unforeseen"):
             store.close()
     assert match_keys(open_store(config), BAD) == len(BAD)
@@ -211,7 +211,7 @@ def test_an_error_that_nobody_foresaw_leaves_no_lock_behind(
 
 @pytest.mark.usefixtures("no_keeper")
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_what_cannot_be_read_is_written_down_by_the_keeper_and_no_reader_waits_for_the_index(
+def test_what_cannot_be_read_is_written_down_by_the_keeper_and_no_reader_waits_for_that(
     tmp_path: Path, store: DiskStore, is_gone: bool
 ) -> None:
     path, offset, _ = extent_of(tmp_path, 0)
@@ -226,13 +226,14 @@ def test_what_cannot_be_read_is_written_down_by_the_keeper_and_no_reader_waits_f
         failed.set()
 
     inside = Inside(store)
-    with inside.ledger._lock:  # as whoever waits for a slow index holds it
+    with inside.saved._lock:  # as whoever waits for a slow disk holds it
         threading.Thread(target=read, daemon=True).start()
         assert failed.wait(60)
     assert match_keys(store, BAD) == 0
     inside.write_down()
-    for table, rows in (("quarantine", 0 if is_gone else len(BAD)), ("runs", 0 if is_gone else 2)):
-        assert ask_index(tmp_path / "disk0" / "index.sqlite", f"SELECT count(*) FROM {table}") == [(rows,)]
+    state = state_of(tmp_path / "disk0")
+    assert [len(chunks) for chunks in state.quarantined.values()] == ([] if is_gone else [len(BAD)])
+    assert [item.runs for item in state.segments.values()] == [0 if is_gone else 1]
 
 
 def test_truncated_file(tmp_path: Path, store: DiskStore, counters: Counters) -> None:

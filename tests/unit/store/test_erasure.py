@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.core.errors import StoreIOError
-from sglang_hcache.store import DiskStore, StoreConfig, recovery
-from sglang_hcache.store.index import Index
+from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.maintenance import erase
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     chunk_payload,
     make_run,
@@ -73,8 +71,9 @@ def assert_only_others_are_left(config: StoreConfig, open_store: OpenStore) -> N
         assert check(view) == []
     others = [number for number in range(RUNS) if namespace_of(number) == STAYING]
     assert served(config, open_store, RUNS) == others
-    (config.dirs[0] / "index.sqlite").unlink()
-    assert served(config, open_store, RUNS) == others, "nor is anything found by its headers"
+    for folder in config.dirs:
+        (folder / "state.json").unlink()
+    assert served(config, open_store, RUNS) == others, "nor is anything found without the state"
 
 
 def test_a_namespace_goes_and_the_others_stay(closed: StoreConfig, open_store: OpenStore) -> None:
@@ -122,7 +121,6 @@ DYING = """
 import os, signal, sys
 from pathlib import Path
 from sglang_hcache.store.inspect.maintenance import erase
-from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.volumes.directory import StoreDirectory
 
 steps = int(sys.argv[1])
@@ -138,27 +136,39 @@ def dying(original):
 
 StoreDirectory.keep_of_segment = dying(StoreDirectory.keep_of_segment)
 StoreDirectory.unlink_segment = dying(StoreDirectory.unlink_segment)
-Ledger.delete_runs = dying(Ledger.delete_runs)
+StoreDirectory.write_state = dying(StoreDirectory.write_state)
 erase([Path(name) for name in sys.argv[3:]], {bytes.fromhex(sys.argv[2])})
 """
 
 
-@pytest.mark.parametrize("survived", range(10))
+@pytest.mark.parametrize("survived", range(14))
 def test_it_goes_on_after_a_kill(closed: StoreConfig, open_store: OpenStore, survived: int) -> None:
-    """Killed at each step: before a file is changed or deleted, and before rows go."""
+    """Killed at each step: before a file is changed or deleted, and before a state is written."""
     command = [sys.executable, "-c", DYING, str(survived), GOING.hex(), *map(str, closed.dirs)]
     assert subprocess.run(command).returncode == -signal.SIGKILL
+    with StoreView.open(closed.dirs) as view:
+        assert not [item for item in check(view) if item.is_error and "of no run" not in item.what]
+        is_listed = GOING in [item.namespace_id for item in view.namespaces()]
+    # In files that others share; what goes as a whole is deleted, which the next start brings to its end.
+    payloads = [bytes(chunk_payload(key, 0, 64)) for number in (0, 3) for key in keys_of(number)]
+    data = [path.read_bytes() for folder in closed.dirs for path in folder.glob("*-0000000[01].seg")]
+    assert is_listed or not any(payload in part for payload in payloads for part in data), (
+        "bytes without a name"
+    )
     erase(closed.dirs, {GOING})
     assert_only_others_are_left(closed, open_store)
 
 
 def test_bytes_between_the_runs_of_others_go_as_well(closed: StoreConfig, open_store: OpenStore) -> None:
-    """A run without a row, such as one whose writing was given up: an index that is made anew would find it."""
+    """A run that is found by no header, such as one whose writing was given up."""
     with StoreView.open(closed.dirs) as view:
-        rows = [run.number for run in view.runs() if run.place.namespace_id == GOING]
-    store = open_store(closed)
-    store._ledger.delete_runs(rows)
-    store.close()
+        places = [run.place for run in view.runs() if run.place.namespace_id == GOING]
+    for place in places:
+        for folder, offset, size in zip(closed.dirs, place.offsets, place.shape.part_bytes, strict=True):
+            if size:
+                with open(folder / f"segment-{place.segment:08d}.seg", "r+b") as file:
+                    file.seek(offset)
+                    file.write(bytes(4096))
     assert [*traces(closed)]
     erased, _ = erase(closed.dirs, {GOING})
     assert erased.runs == 0
@@ -169,7 +179,6 @@ def test_what_is_in_quarantine_goes_as_well(closed: StoreConfig, open_store: Ope
     store = open_store(closed)
     run = store._catalog._chunks[keys_of(0)[0]]
     store._catalog.quarantine(run, {0: "bad"})
-    store._ledger.outdate(run)
     store.close()
     erased, _ = erase(closed.dirs, {GOING})
     assert (erased.chunks, erased.runs) == (4 * CHUNKS - 1, 4)
@@ -204,89 +213,17 @@ def test_a_file_that_cannot_be_deleted_is_an_error(
         erase(closed.dirs, {GOING})
 
 
-@pytest.fixture
-def alone(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
-    """The namespace that goes shares no segment with the other one."""
-    config = small_config(tmp_path, 2)
-    store = open_store(config)
-    for number in range(4):
-        run = replace(make_run(keys_of(number), LAYERS), namespace_id=(GOING, STAYING)[number // 2])
-        store.write_run(run, payload_of(run))
-    for namespace_id in (GOING, STAYING):
-        store.namespaces.put(namespace_id.hex(), "{}")
-    store.close()
-    return config
-
-
-def lost(config: StoreConfig) -> list[str]:
-    """Where the first keys of the namespace that goes are, or its ID."""
-    secrets = [GOING, GOING.hex().encode(), *keys_of(0)]
-    files = {path.name: path.read_bytes() for directory in config.dirs for path in directory.iterdir()}
-    return [name for name, data in files.items() if any(secret in data for secret in secrets)]
-
-
-def test_rows_that_could_not_be_deleted_with_their_segment_go_in_the_end(
-    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_state_that_cannot_be_written_is_an_error(
+    closed: StoreConfig, monkeypatch: pytest.MonkeyPatch, open_store: OpenStore
 ) -> None:
+    """It says whose the namespace was."""
+
     def fail(*_: object) -> None:
-        raise StoreIOError("the index failed")
-
-    monkeypatch.setattr(Index, "delete_segment", fail)
-    erase(alone.dirs, {GOING})
-    assert lost(alone) == []
-
-
-@pytest.mark.parametrize("step", ["delete_runs", "save_meta", "empty_log"])
-def test_an_index_that_keeps_something_is_an_error(
-    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    def fail(_: Index, *given: object) -> None:
-        if given != ([],):  # of segments of which nothing goes
-            raise StoreIOError("the index failed")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Index, step, fail)
-        with pytest.raises(StoreIOError, match="the index failed"):
-            erase(alone.dirs, {GOING})
-    assert lost(alone) or step == "empty_log", "closing it empties the log as well, in this case"
-    erase(alone.dirs, {GOING})
-    assert lost(alone) == []
-
-
-def test_rows_that_the_start_could_not_delete_go_as_well(
-    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a segment whose files are gone: the store does not know them."""
-    with StoreView.open(alone.dirs) as view:
-        number = view.runs()[0].place.segment
-    for directory in alone.dirs:
-        (directory / f"segment-{number:08}.seg").unlink()
-    monkeypatch.setattr(recovery, "_try_delete", lambda *_: None)
-    erased, _ = erase(alone.dirs, {GOING})
-    assert erased.runs == 0
-    assert lost(alone) == []
-
-
-def test_nothing_is_left_to_be_done_when_the_index_is_closed(
-    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A log that does not get into the database leaves older pages there."""
-    left_open: list[Index] = []
-    monkeypatch.setattr(Index, "close", lambda index: left_open.append(index))
-    erase(alone.dirs, {GOING})
-    assert lost(alone) == []
-    monkeypatch.undo()
-    for index in left_open:
-        index.close()
-
-
-def test_an_index_that_was_given_up_in_a_directory_that_is_out_is_an_error(
-    alone: StoreConfig, open_store: OpenStore
-) -> None:
-    inside = Inside(open_store(alone))
-    assert inside.keeper.close(5)
-    inside.ledger.is_given_up = True
-    inside.ledger.empty_log()
-    inside.volumes[inside.ledger.identity.index_stripe].health.take_out("gone")
-    with pytest.raises(StoreIOError, match=r"may still be in .*, which is out: gone"):
-        inside.ledger.empty_log()
+        patch.setattr(StoreDirectory, "write_state", fail)
+        with pytest.raises(StoreIOError, match=r"cannot write the state|takes writes"):
+            erase(closed.dirs, {GOING})
+    erase(closed.dirs, {GOING})
+    assert_only_others_are_left(closed, open_store)

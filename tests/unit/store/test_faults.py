@@ -19,7 +19,6 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty, judge
-from sglang_hcache.store.index import Index
 from sglang_hcache.store.io.engine import IOKind, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -259,22 +258,19 @@ def test_after_any_mixture_of_faults_only_good_data_is_served(
     assert store.stats().runs == len(stored)
 
 
-def test_a_failing_index_is_an_io_error_until_it_is_given_up_and_eviction_goes_on(
+def test_while_no_state_can_be_written_storing_and_eviction_go_on(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config(tmp_path, size=9 * 2**20, segment=2**20)
     store = open_store(config)
     big = (32768,) * 3
     write_keys(store, make_keys(0, 6), big)
-    monkeypatch.setattr(Index, "insert", broken_insert)
-    for number in range(1, 4):
-        with pytest.raises(StoreIOError):
-            write_keys(store, make_keys(100 * number, 6), big)
-        assert physical_bytes(config.dirs) <= config.size_bytes
-    wait_until(lambda: is_written(store, make_keys(5000, 6), big))  # nothing is inserted any more
-    assert Inside(store).is_index_given_up
-    wait_until(lambda: match_keys(store, make_keys(0, 6)) == 6)
-    for number in range(4, 20):
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(StoreDirectory, "write_state", fail)
+    for number in range(1, 20):
         wait_until(partial(is_written, store, make_keys(100 * number, 6), big))
         assert physical_bytes(config.dirs) <= config.size_bytes
     assert match_keys(store, make_keys(0, 6)) == 0, "eviction goes on"
@@ -283,10 +279,6 @@ def test_a_failing_index_is_an_io_error_until_it_is_given_up_and_eviction_goes_o
     store = open_store(config)
     read_keys(store, make_keys(1900, 6))
     assert store.stats().directories[0].condition == "healthy"
-
-
-def broken_insert(index: Index, rows: object) -> None:
-    raise StoreIOError("the index failed: disk I/O error")
 
 
 def is_written(store: DiskStore, keys: tuple[bytes, ...], layers: tuple[int, ...]) -> bool:

@@ -150,17 +150,17 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(StoreIOError):
                 self.store.clear()
 
-    @rule(lose_index=st.booleans())
-    def restart(self, lose_index: bool) -> None:
+    @rule(lose_state=st.booleans())
+    def restart(self, lose_state: bool) -> None:
         lease_at_close, self.leases = self.leases, []
         before = self.present()
         self.store.close()
         for lease in lease_at_close:
             lease.close()
-        if lose_index:
+        if lose_state:
             for directory in self.config.dirs:
-                (directory / "index.sqlite").unlink(missing_ok=True)
-            # Found by their headers: damage is found again, and runs that a newer one replaced are back in order.
+                (directory / "state.json").unlink(missing_ok=True)
+            # Damage is found again.
             self.damaged += 1
         self.store = DiskStore.open(self.config, self.counters)
         assert before <= self.present()

@@ -14,11 +14,14 @@ import pytest
 from sglang_hcache.core.errors import StoreIOError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
+from sglang_hcache.store.census import Files
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
-from sglang_hcache.store.io.engine import Batch, IOKind
+from sglang_hcache.store.io.engine import Batch, IOKind, IOOp
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.reader import PIECE_BYTES
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.looking import look_at
+from sglang_hcache.testing.io_faults import FaultEngine
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     chunk_payload,
@@ -127,6 +130,36 @@ def test_what_is_wanted_is_read_once_in_pieces(
         assert 0 <= sum(end - begin for begin, end in reads) - size < 2 * BLOCK
         if io_mode == "buffered" or chunk_bytes % BLOCK == 0:
             assert sum(end - begin for begin, end in reads) == size
+
+
+@pytest.mark.parametrize("num_dirs", [1, 2, 3])
+def test_the_headers_by_which_a_run_is_found_come_last(
+    tmp_path: Path, open_store: OpenStore, io_mode: str, num_dirs: int
+) -> None:
+    """Killed at any operation before the last of them, the run is not there; it is when all are."""
+    config = small_config(tmp_path, num_dirs)
+    engine = FaultEngine(PosixEngine(num_dirs, 1), lambda op, number: None)
+    store = open_store(config, engine)
+    done: list[IOKind] = []
+
+    def found() -> int:
+        sight = look_at(config.dirs)
+        try:
+            return len(Files.listed(0, sight.volumes).runs(sight.volumes))
+        finally:
+            sight.close()
+
+    def look(op: IOOp, number: int) -> None:
+        if op.kind is not IOKind.READ:
+            assert found() == 0, done
+            done.append(op.kind)
+
+    engine.decide = look
+    write_keys(store, make_keys(0, 3), LAYERS["unaligned"])
+    assert found() == 1
+    assert done[:3] == [IOKind.WRITE] * 3
+    assert done[-num_dirs:] == [IOKind.WRITE] * num_dirs
+    assert done[-2 * num_dirs : -num_dirs] == [IOKind.SYNC] * num_dirs
 
 
 def test_a_run_larger_than_a_segment_gets_one_of_its_own(tmp_path: Path, open_store: OpenStore) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store.format.geometry import BLOCK, MAX_SEGMENT, RunShape, extent_bytes
+from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.record import (
     ExtentHeader,
     bad_chunks,
@@ -21,7 +22,6 @@ from sglang_hcache.store.format.record import (
     pack_header,
     parse_header,
 )
-from sglang_hcache.store.format.rows import RunPlace
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

@@ -1,12 +1,12 @@
-"""Restarts: clean, killed, without an index, without a file."""
+"""Restarts: clean, killed, without a state, without a file."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,29 +15,32 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.errors import CorruptExtentError, StoreIOError, StoreLockedError
+from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty, removal
+from sglang_hcache.store import DiskStore, StoreConfig, removal
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
+from sglang_hcache.store.format.names import OLD_INDEX_NAMES
 from sglang_hcache.store.format.record import pack_header
+from sglang_hcache.store.format.state import SegmentState
+from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.maintenance import clear, collect, erase
 from sglang_hcache.store.inspect.rebuild import rebuild
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_key,
     make_keys,
-    make_run,
     match_keys,
     physical_bytes,
     read_keys,
     small_config,
     write_keys,
 )
+from tests.unit.store.conftest import state_of, wait_until, write_state
 
 OpenStore = Callable[..., DiskStore]
 MIB = 2**20
@@ -69,119 +72,25 @@ def readable(store: DiskStore) -> list[int]:
     return present
 
 
-def index_path(config: StoreConfig) -> Path:
-    return config.dirs[0] / "index.sqlite"
-
-
 def test_a_restart_serves_what_was_stored(
     closed: StoreConfig, open_store: OpenStore, counters: Counters
 ) -> None:
     store = open_store(closed)
     assert readable(store) == list(range(RUNS))
     assert counters["store.runs_recovered"] == RUNS
-    assert counters["store.index_rebuilds"] == 0
+    assert counters["store.runs_lost"] == 0
     write_keys(store, make_keys(900, 4), LAYERS)
     read_keys(store, make_keys(900, 4))
 
 
-def test_missing_sqlite(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:
-    index_path(closed).unlink()
-    store = open_store(closed)
-    assert readable(store) == list(range(RUNS))
-    assert counters["store.index_rebuilds"] == 1
-    store.close()
-    assert readable(open_store(closed)) == list(range(RUNS))
-    assert counters["store.index_rebuilds"] == 1
-
-
 @pytest.mark.parametrize(
-    "damage", ["text", "empty", "half", "header", "other store", "incomplete", "version"]
-)
-def test_garbage_sqlite(closed: StoreConfig, open_store: OpenStore, counters: Counters, damage: str) -> None:
-    path = index_path(closed)
-    data = path.read_bytes()
-    if damage == "text":
-        path.write_bytes(b"this is no database " * 1000)
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "half":
-        path.write_bytes(data[: len(data) // 2])
-    elif damage == "header":
-        path.write_bytes(data[:100] + bytes(4000) + data[4100:])
-    else:
-        statement = {
-            "other store": "UPDATE meta SET value = 'else' WHERE name = 'store_id'",
-            "incomplete": "DELETE FROM meta WHERE name = 'complete'",
-            "version": "PRAGMA user_version = 77",
-        }[damage]
-        with sqlite3.connect(path) as connection:
-            connection.execute(statement)
-        connection.close()
-    store = open_store(closed)
-    assert readable(store) == list(range(RUNS))
-    assert counters["store.index_rebuilds"] == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "keys = x'00'",
-        "keys = x''",
-        "layer_bytes = x'0000'",
-        "layer_bytes = x''",
-        "offsets = x'00'",
-        "rotation = 17",
-        "rotation = 1.5",
-        "segment = -1",
-        "segment = 'x'",
-        "first_chunk = -1",
-        "namespace_id = 'text'",
-        "run_id = x'01'",
-    ],
-)
-def test_a_row_that_makes_no_sense_is_dropped(
-    closed: StoreConfig, open_store: OpenStore, counters: Counters, change: str
-) -> None:
-    with sqlite3.connect(index_path(closed)) as connection:
-        connection.execute(f"UPDATE runs SET {change} WHERE run = 2")
-    connection.close()
-    store = open_store(closed)
-    assert readable(store) == [0, 2, 3, 4, 5]
-    assert counters["store.runs_lost"] == 1
-    store.close()
-    open_store(closed)
-    assert counters["store.runs_lost"] == 1
-
-
-def test_recency_of_segments_that_are_gone_does_not_stay_for_ever(
-    closed: StoreConfig, open_store: OpenStore
-) -> None:
-    with sqlite3.connect(index_path(closed)) as connection:
-        known = connection.execute("SELECT * FROM segments ORDER BY segment").fetchall()
-        connection.executemany(
-            "INSERT INTO segments VALUES (?, 1, 1.0)", [(1000 + number,) for number in range(200)]
-        )
-    connection.close()
-    store = open_store(closed)
-    assert readable(store) == list(range(RUNS))
-    write_keys(store, make_keys(900, 2), LAYERS)
-    assert Inside(store).active.number == 1200, "a number that was in use is not used again at once"
-    store.close()
-    with sqlite3.connect(index_path(closed)) as connection:
-        now = connection.execute("SELECT segment FROM segments ORDER BY segment").fetchall()
-    connection.close()
-    assert now == [*((row[0],) for row in known), (1200,)]
-
-
-@pytest.mark.parametrize(
-    "value", ["", '{"name": "hh', "[1]", "7", "null", 100_000 * "[", b"\xff", '{"name": 5}', '{"name": null}']
+    "value", ["", '{"name": "hh', "[1]", "7", "null", 100_000 * "[", '{"name": 5}', '{"name": null}']
 )
 def test_notes_that_make_no_sense_are_forgotten(
-    closed: StoreConfig, open_store: OpenStore, value: str | bytes
+    closed: StoreConfig, open_store: OpenStore, value: str
 ) -> None:
-    with sqlite3.connect(index_path(closed)) as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE name = 'namespaces'", (value,))
-    connection.close()
+    for folder in closed.dirs:
+        write_state(folder, meta={"namespaces": value})
     store = open_store(closed)
     assert store.namespaces.get("name") is None
     assert readable(store) == list(range(RUNS))
@@ -204,18 +113,6 @@ def test_notes_that_change_with_each_request_are_written_now_and_then() -> None:
     assert '"499": "x"' not in notes.to_json()
     notes.drop({"1499"})
     assert '"1499"' not in notes.to_json(anew=True)
-
-
-def test_rows_pointing_behind_the_file_or_off_the_grid_are_dropped(
-    closed: StoreConfig, open_store: OpenStore
-) -> None:
-    dirs = len(closed.dirs)
-    with sqlite3.connect(index_path(closed)) as connection:
-        for row, offset in ((1, 2**40), (2, 100)):
-            blob = offset.to_bytes(8, "little") * dirs
-            connection.execute("UPDATE runs SET offsets = ? WHERE run = ?", (blob, row))
-    connection.close()
-    assert readable(open_store(closed)) == [2, 3, 4, 5]
 
 
 def test_missing_segment_file(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:
@@ -241,7 +138,7 @@ def test_truncated_segment_file(closed: StoreConfig, open_store: OpenStore) -> N
     assert len(present) == RUNS - 1
 
 
-def test_segment_files_without_rows_are_deleted(closed: StoreConfig, open_store: OpenStore) -> None:
+def test_segment_files_without_runs_are_deleted(closed: StoreConfig, open_store: OpenStore) -> None:
     for directory in closed.dirs:
         (directory / "segment-00000077.seg").write_bytes(bytes(8 * BLOCK))
     store = open_store(closed)
@@ -252,7 +149,7 @@ def test_segment_files_without_rows_are_deleted(closed: StoreConfig, open_store:
 
 
 def test_torn_tail(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:
-    """A run whose data is there but whose row is not: the crash came between the two."""
+    """A run whose data is there but not all of its first headers: the crash came between the two."""
     for directory in closed.dirs:
         path, offset, header = find_extents(directory)[-1]
         size = extent_bytes(len(header.place.keys), header.chunk_bytes)
@@ -269,10 +166,80 @@ def test_torn_tail(closed: StoreConfig, open_store: OpenStore, counters: Counter
         assert not any(header.place.run_id == b"t" * 16 for _, _, header in find_extents(directory))
 
 
-def test_a_rebuild_skips_runs_with_missing_or_damaged_headers(
+@pytest.mark.parametrize("damage", ["missing", "text", "empty", "half", "zeros", "a digit", "another folder"])
+def test_a_state_that_is_lost_or_damaged_costs_no_chunk(
+    closed: StoreConfig, open_store: OpenStore, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """What was used last, counts and quarantine are forgotten; a copy in another directory knows them."""
+    path = closed.dirs[0] / "state.json"
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "another folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        texts = {
+            "text": b"this is no state " * 1000,
+            "empty": b"",
+            "half": data[: len(data) // 2],
+            "zeros": bytes(len(data)),
+            "a digit": data.replace(b'"serial": ', b'"serial": 1'),
+        }
+        path.write_bytes(texts[damage])
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    assert store.stats().totals.get("chunks_written", 0) == (4 * RUNS if len(closed.dirs) > 1 else 0)
+    assert len([line for line in caplog.messages if "it does not count" in line]) == (damage != "missing")
+    if damage == "another folder":
+        path.rmdir()
+        wait_until(path.exists)
+    store.close()
+    assert state_of(closed.dirs[0]).segments
+
+
+def test_of_several_states_the_newest_counts(closed: StoreConfig, open_store: OpenStore) -> None:
+    for number, folder in enumerate(closed.dirs):
+        write_state(folder, serial=10 + number, meta={"namespaces": json.dumps({"who": number})})
+    store = open_store(closed)
+    assert store.namespaces.get("who") is None, "no text"
+    store.close()
+    for number, folder in enumerate(closed.dirs[::-1]):
+        write_state(folder, serial=100 - number, meta={"namespaces": json.dumps({"who": folder.name})})
+    assert open_store(closed).namespaces.get("who") == closed.dirs[-1].name
+
+
+def test_what_is_known_of_segments_that_are_gone_does_not_stay_for_ever(
     closed: StoreConfig, open_store: OpenStore
 ) -> None:
-    index_path(closed).unlink()
+    known = state_of(closed.dirs[0]).segments
+    more = {1000 + number: SegmentState(1, 1.0, 0) for number in range(200)}
+    for folder in closed.dirs:
+        write_state(folder, segments={**known, **more})
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    write_keys(store, make_keys(900, 2), LAYERS)
+    assert Inside(store).active.number == 1200, "a number that was in use is not used again at once"
+    store.close()
+    assert [*state_of(closed.dirs[0]).segments] == [*known, 1200]
+
+
+def test_what_an_earlier_version_left_is_deleted(closed: StoreConfig, open_store: OpenStore) -> None:
+    old = [folder / name for folder in closed.dirs for name in OLD_INDEX_NAMES]
+    for path in old:
+        path.write_bytes(b"SQLite format 3")
+        path.chmod(0o600)
+    with StoreView.open(closed.dirs) as view:
+        found = check(view)
+    assert len(found) == len(closed.dirs)
+    assert not any(item.is_error for item in found)
+    assert readable(open_store(closed)) == list(range(RUNS))
+    assert not any(path.exists() for path in old)
+
+
+def test_a_start_skips_runs_with_missing_or_damaged_headers(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
     path, offset, header = [item for item in find_extents(closed.dirs[0]) if item[2].begins_part][1]
     damaged = next(number for number in range(RUNS) if run_keys(number) == header.place.keys)
     with open(path, "r+b") as file:
@@ -283,11 +250,10 @@ def test_a_rebuild_skips_runs_with_missing_or_damaged_headers(
 
 
 @pytest.mark.parametrize("change", [{"namespace_id": b"another tenant's"}, {"run_id": b"another run's id"}])
-def test_a_rebuild_finds_a_torn_run_when_it_is_read(
+def test_a_start_finds_a_torn_run_when_it_is_read(
     closed: StoreConfig, open_store: OpenStore, change: dict[str, bytes]
 ) -> None:
     """It looks at the first header of each part only."""
-    index_path(closed).unlink()
     extents = [extent for directory in closed.dirs for extent in find_extents(directory)]
     path, offset, header = next(extent for extent in extents if not extent[2].begins_part)
     with open(path, "r+b") as file:
@@ -299,10 +265,9 @@ def test_a_rebuild_finds_a_torn_run_when_it_is_read(
     assert len(readable(store)) == RUNS - 1
 
 
-def test_a_rebuild_without_file_descriptors_does_not_take_segments_for_empty_ones(
+def test_a_start_without_file_descriptors_does_not_take_segments_for_empty_ones(
     closed: StoreConfig, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (closed.dirs[0] / "index.sqlite").unlink()
     names = sorted(path.name for path in closed.dirs[0].glob("*.seg"))
 
     def refuse(self: StoreDirectory, segment: int, direct: bool) -> OpenFile:
@@ -318,8 +283,7 @@ def test_a_rebuild_without_file_descriptors_does_not_take_segments_for_empty_one
         read_keys(store, run_keys(number))
 
 
-def test_a_rebuild_finds_runs_behind_a_hole(closed: StoreConfig, open_store: OpenStore) -> None:
-    index_path(closed).unlink()
+def test_a_start_finds_runs_behind_a_hole(closed: StoreConfig, open_store: OpenStore) -> None:
     path, _, header = find_extents(closed.dirs[0])[0]
     with open(path, "r+b") as file:
         file.write(bytes(header.place.shape.part_bytes[0]))
@@ -327,10 +291,9 @@ def test_a_rebuild_finds_runs_behind_a_hole(closed: StoreConfig, open_store: Ope
     assert readable(store) == list(range(1, RUNS))
 
 
-def test_a_rebuild_does_not_believe_a_file_under_another_name(
+def test_a_start_does_not_believe_a_file_under_another_name(
     closed: StoreConfig, open_store: OpenStore
 ) -> None:
-    index_path(closed).unlink()
     for directory in closed.dirs:
         first, second = sorted(directory.glob("segment-*"))[:2]
         first.rename(directory / "swap")
@@ -340,50 +303,6 @@ def test_a_rebuild_does_not_believe_a_file_under_another_name(
     swapped = store.stats()
     assert swapped.runs < RUNS
     readable(store)
-
-
-def test_an_interrupted_rebuild_starts_over(
-    closed: StoreConfig, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index_path(closed).unlink()
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sglang_hcache.store.index.Index.mark_complete", killed)
-    with pytest.raises(KeyboardInterrupt):
-        DiskStore.open(closed, counters)
-    monkeypatch.undo()
-    assert readable(open_store(closed)) == list(range(RUNS))
-
-
-def test_an_index_open_in_a_sqlite_shell_is_not_thrown_away(
-    closed: StoreConfig, open_store: OpenStore
-) -> None:
-    shell = sqlite3.connect(index_path(closed))
-    shell.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreLockedError, match="another program"):
-        DiskStore.open(closed, Counters())
-    shell.close()
-    assert readable(open_store(closed)) == list(range(RUNS))
-
-
-def test_an_index_too_large_for_a_smaller_cap_is_rebuilt(
-    tmp_path: Path, open_store: OpenStore, counters: Counters
-) -> None:
-    store = open_store(small_config(tmp_path, size=512 * 2**20, segment=2**20), without_sync())
-    payload = [aligned_empty(1) for _ in range(64)]
-    for number in range(1100):
-        store.write_run(make_run(make_keys(64 * number, 64), (1,)), lambda _: payload)
-    store.close()
-    small = small_config(tmp_path, size=10 * 2**20, segment=2**20)
-    assert index_path(small).stat().st_size > small.index_file_bytes
-    store = open_store(small)
-    assert counters["store.index_rebuilds"] == 1
-    assert physical_bytes(small.dirs) <= small.size_bytes
-    assert store.stats().runs > 0
-    first, last = make_keys(0, 1)[0], make_keys(64 * 1099, 1)[0]
-    assert (store.contains(first), store.contains(last)) == (False, True), "the newest are kept"
 
 
 WRITER = """

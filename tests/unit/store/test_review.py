@@ -8,16 +8,14 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, aligned_empty, index, recovery
-from sglang_hcache.store.format.rows import Recency
+from sglang_hcache.store import DiskStore, aligned_empty
 from sglang_hcache.store.io import engine
 from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine, run_op
@@ -32,7 +30,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import ask_index, kill, open_when_unlocked, sick, wait_until
+from tests.unit.store.conftest import kill, sick, state_of, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000)
@@ -62,9 +60,9 @@ def test_files_of_a_segment_that_could_not_be_made_are_counted_and_go_later(
         with pytest.raises(StoreError):
             write_keys(store, make_keys(0, 2), LAYERS)
         assert list(config.dirs[0].glob("*.seg"))
-        assert Inside(store).reserved_bytes >= config.index_reserve_bytes + config.file_bytes
+        assert Inside(store).reserved_bytes >= config.reserve_bytes + config.file_bytes
     wait_until(lambda: not list(config.dirs[0].glob("*.seg")))
-    wait_until(lambda: Inside(store).reserved_bytes == config.index_reserve_bytes)
+    wait_until(lambda: Inside(store).reserved_bytes == config.reserve_bytes)
 
 
 def test_large_files_in_a_directory_that_is_out_count_in_full(
@@ -184,29 +182,6 @@ def test_an_error_holds_neither_files_nor_memory(tmp_path: Path, open_store: Ope
     assert not os.path.exists(f"/proc/self/fd/{fd}")
 
 
-def test_a_log_that_cannot_be_emptied_stops_writes_and_costs_nothing(
-    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small_config(tmp_path)
-    store = open_store(config)
-    stored = [make_keys(4 * number, 4) for number in range(12)]
-    for keys in stored:
-        write_keys(store, keys, LAYERS)
-    with monkeypatch.context() as patch:
-        patch.setattr(Inside(store).index, "_log_path", config.dirs[0] / "superblock.json")
-        patch.setattr(index, "LOG_BYTES", 0)
-        Inside(store).ledger._failures.update(commit=-100, upkeep=-100)  # the index is not to be given up
-        for _ in range(5):
-            with pytest.raises(StoreIOError, match="cannot be emptied"):
-                write_keys(store, make_keys(9000, 4), LAYERS)
-    wait_until(lambda: len(list(config.dirs[0].glob("*.seg"))) == store.stats().segments)
-    for keys in stored:
-        read_keys(store, keys)
-    assert not counters["store.segments_evicted"]
-    wait_until(lambda: store.stats().directories[0].condition == "healthy")
-    write_keys(store, make_keys(9000, 4), LAYERS)
-
-
 def test_after_a_kill_the_newest_segment_counts_as_used_last(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path, size=8 * MIB)
     store = open_store(config)
@@ -235,8 +210,7 @@ def test_recency_is_saved_without_a_read_or_a_write(tmp_path: Path, open_store: 
     time.sleep(0.3)
     store.touch(keys)
     (segment,) = Inside(store).catalog.segments()
-    question = "SELECT last_used FROM segments"
-    wait_until(lambda: ask_index(config.dirs[0] / "index.sqlite", question) == [(segment.last_used,)])
+    wait_until(lambda: state_of(config.dirs[0]).segments[segment.number].last_used == segment.last_used)
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -247,48 +221,38 @@ def test_recency_that_could_not_be_saved_is_saved_later(
     keys = make_keys(0, 2)
     write_keys(store, keys, LAYERS)
     Inside(store).write_down()
+    before = state_of(tmp_path / "disk0")
 
     def fail(*_: object, **__: object) -> None:
-        raise StoreIOError("broken")
+        raise OSError(errno.EIO, "broken")
 
+    Inside(store).saved._next_at = 0.0
     with monkeypatch.context() as patch:
-        patch.setattr(index.Index, "save_recency", fail)
+        patch.setattr(os, "rename", fail)
         store.touch(keys)
         with pytest.raises(StoreIOError):
             Inside(store).write_down()
+    assert state_of(tmp_path / "disk0") == before
+    assert not (tmp_path / "disk0" / "state.tmp").exists()
     Inside(store).write_down()
     (segment,) = Inside(store).catalog.segments()
-    question = "SELECT last_used FROM segments"
-    assert ask_index(tmp_path / "disk0" / "index.sqlite", question) == [(segment.last_used,)]
+    assert state_of(tmp_path / "disk0").segments[segment.number].last_used == segment.last_used
 
 
-@pytest.mark.usefixtures("no_keeper")
-def test_recency_is_saved_in_batches_and_what_is_used_meanwhile_is_left_to_the_next_round(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_that_was_deleted_is_used_again_however_late_the_keeper_is(
+    tmp_path: Path, open_store: OpenStore
 ) -> None:
-    """Else the keeper would do nothing but that while every segment is in use."""
-    store = open_store(small_config(tmp_path))
-    runs = [make_keys(10 * number, 6) for number in range(6)]
-    for keys in runs:
-        write_keys(store, keys, (32768,))
-    segments = {segment.number for segment in Inside(store).catalog.segments()}
-    assert len(segments) > 3
-    monkeypatch.setattr(index, "BATCH_ROWS", 2)
-    saved: list[int] = []
-    real = index.Index.save_recency
-
-    def save(self: index.Index, recency: Mapping[int, Recency]) -> None:
-        real(self, recency)
-        assert len(recency) <= 2
-        saved.extend(recency)
-        assert len(saved) <= len(segments)
-        for keys in runs:
-            store.touch(keys)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(index.Index, "save_recency", save)
-        Inside(store).write_down()
-    assert sorted(saved) == sorted(segments)
+    config = small_config(tmp_path)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), LAYERS)
+    Inside(store).keeper.close(5)
+    shutil.rmtree(config.dirs[0])
+    Inside(store).volumes[0].check_presence()
+    time.sleep(2 * config.retry_s)
+    Inside(store).keeper.round()
+    write_keys(store, make_keys(10, 2), LAYERS)
+    store.close()
+    read_keys(open_store(config), make_keys(10, 2))
 
 
 def test_an_interrupted_write_keeps_the_room_it_may_still_write_to(
@@ -381,7 +345,7 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
     store.close()
     names.clear()
     names.add("disk0")
-    store = open_store(config)  # the index moves to disk1
+    store = open_store(config)
     store.clear()
     on_second = make_keys(10, 2)
     write_keys(store, on_second, LAYERS)
@@ -435,103 +399,3 @@ def test_a_clear_voids_what_was_stored_by_a_start_without_that_directory(
     store.close()
     store = open_store(config)
     assert match_keys(store, on_first) == 0
-
-
-def test_an_index_in_a_directory_that_was_deleted_is_given_up_however_late_the_keeper_is(
-    tmp_path: Path, open_store: OpenStore
-) -> None:
-    config = small_config(tmp_path)
-    store = open_store(config)
-    write_keys(store, make_keys(0, 2), LAYERS)
-    Inside(store).keeper.close(5)
-    shutil.rmtree(config.dirs[0])
-    Inside(store).volumes[0].check_presence()
-    time.sleep(2 * config.retry_s)
-    Inside(store).keeper.round()
-    assert Inside(store).is_index_given_up
-    write_keys(store, make_keys(10, 2), LAYERS)
-    store.close()
-    read_keys(open_store(config), make_keys(10, 2))
-
-
-def test_a_rebuilt_index_that_cannot_be_written_does_not_keep_the_store_closed(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small_config(tmp_path)
-    keys = make_keys(0, 2)
-    store = open_store(config)
-    write_keys(store, keys, LAYERS)
-    store.close()
-    (config.dirs[0] / "index.sqlite").unlink()
-
-    def fail(*_: object) -> None:
-        raise StoreIOError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(index.Index, "insert", fail)
-        store = open_store(config)
-    read_keys(store, keys)
-    wait_until(lambda: Inside(store).is_index_given_up)
-    write_keys(store, make_keys(10, 2), LAYERS)
-    store.close()
-    read_keys(open_store(config), (*keys, *make_keys(10, 2)))
-
-
-class HangingIndex:
-    """An index takes longer to read than a start waits, until :meth:`let_go`."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        go, load = threading.Event(), index.Index.load
-
-        def hang(self: index.Index, *args: Any) -> object:
-            go.wait(120)
-            return load(self, *args)
-
-        patch.setattr(recovery, "LOAD_S", 0.3)
-        patch.setattr(index.Index, "load", hang)
-        self._patch, self._go = patch, go
-
-    def let_go(self) -> None:
-        self._patch.setattr(recovery, "LOAD_S", 60.0)
-        self._go.set()
-
-
-@pytest.fixture
-def hanging_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingIndex]:
-    hanging = HangingIndex(monkeypatch)
-    yield hanging
-    hanging.let_go()
-
-
-def test_an_index_that_hangs_at_start_does_not_hold_up_the_start(
-    tmp_path: Path, open_store: OpenStore, hanging_index: HangingIndex
-) -> None:
-    config = small_config(tmp_path, 2)
-    store = open_store(config)
-    before, keys = make_keys(0, 2), make_keys(10, 2)
-    write_keys(store, before, LAYERS)
-    store.close()
-    store = open_store(config)
-    assert match_keys(store, before) == 0
-    write_keys(store, keys, LAYERS)
-    hanging_index.let_go()
-    wait_until(lambda: match_keys(store, before) == 2)
-    read_keys(store, (*before, *keys))
-    store.close()
-    read_keys(open_store(config), (*before, *keys))
-
-
-def test_an_index_that_hangs_in_the_only_directory_costs_nothing(
-    tmp_path: Path, open_store: OpenStore, hanging_index: HangingIndex
-) -> None:
-    config = small_config(tmp_path)
-    store = open_store(config)
-    keys = make_keys(0, 2)
-    write_keys(store, keys, LAYERS)
-    store.close()
-    with pytest.raises(StoreIOError, match=r"--hcache-dirs.*no answer.*nothing was changed"):
-        open_store(config)
-    hanging_index.let_go()
-    store = open_when_unlocked(config)
-    read_keys(store, keys)
-    assert store.stats().totals.get("index_rebuilds", 0) == 0

@@ -58,7 +58,7 @@ def store(tmp_path: Path, open_store: OpenStore) -> DiskStore:
 
 
 @pytest.mark.parametrize("layers", [LAYERS, (4096,)], ids=["both", "one"])
-def test_each_header_says_what_the_index_does(
+def test_each_header_says_where_its_run_is(
     tmp_path: Path, open_store: OpenStore, layers: tuple[int, ...]
 ) -> None:
     """A directory that can be read must have a part of a run; one that is out is believed to."""
@@ -68,17 +68,17 @@ def test_each_header_says_what_the_index_does(
         write_keys(store, keys, layers)
     written = [run.place for run in Inside(store).runs()]
     sight = look_at(config.dirs)
-    assert scan_segments(range(8), sight.volumes) == written
+    assert scan_segments(range(8), sight.volumes) == [(place, 0) for place in written]
     sight.volumes[1].health.take_out("the test says so")
     in_first = [place for place in written if place.shape.part_bytes[0]]
-    assert scan_segments(range(8), sight.volumes) == in_first
+    assert scan_segments(range(8), sight.volumes) == [(place, 0) for place in in_first]
     assert len(in_first) == (6 if len(layers) > 1 else 3)
     sight.close()
     for path in config.dirs[1].glob("*.seg"):
         path.unlink()
     sight = look_at(config.dirs)
     assert scan_segments(range(8), sight.volumes) == [
-        place for place in written if not place.shape.part_bytes[1]
+        (place, 2 if place.shape.part_bytes[1] else 0) for place in in_first
     ]
     sight.close()
 
@@ -121,7 +121,7 @@ def test_a_block_that_cannot_be_read_hides_its_run_only(
 
     monkeypatch.setattr(os, "pread", failing)
     found = scan_segments([places[0].segment], Inside(store).volumes)
-    assert found == [places[0], places[2]]
+    assert found == [(places[0], 0), (places[1], 1), (places[2], 0)]
 
 
 def test_an_error_of_this_process_ends_the_scan_at_once(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.unit.store.conftest import kill, sick
 OpenStore = Callable[..., DiskStore]
 LAYERS = (2**15,) * 4
 SMALL = 2**18
-"""The index, what is allowed for each file, superblock and lock: together no more than this."""
+"""The state, what is allowed for each file, superblock and lock: together no more than this."""
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -41,35 +40,6 @@ def test_what_is_taken_is_known_without_asking_for_the_segments(
     assert (
         abs(store.stats().used_bytes - physical_bytes(config.dirs)) <= SMALL < full - store.stats().used_bytes
     )
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_what_the_index_takes_counts_where_it_is(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(small_config(tmp_path, 2))
-    before = store.stats().used_bytes
-    assert before >= 4096, "an empty one"
-    for path in tmp_path.glob("disk0/index.sqlite-wal"):
-        with path.open("ab") as file:
-            file.write(bytes(2**20))
-    Inside(store).write_down()
-    assert store.stats().used_bytes >= before + 2**20
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_a_directory_serves_whose_index_cannot_tell_its_size(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: StoreDirectory) -> int:
-        raise OSError(errno.EIO, "one bad inode")
-
-    store = open_store(small_config(tmp_path))
-    write_keys(store, make_keys(0, 4), LAYERS)
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreDirectory, "index_bytes", fail)
-        for _ in range(5):
-            Inside(store).write_down()
-    assert [item.condition for item in store.stats().directories] == ["healthy"]
-    read_keys(store, make_keys(0, 4))
 
 
 @pytest.mark.usefixtures("no_keeper")

@@ -1,4 +1,4 @@
-"""Directories that hang while a lost index is rebuilt: they are left out, and the server starts."""
+"""Directories that hang while headers are read at a start: they are left out, and the server starts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.format.rows import RunPlace
-from sglang_hcache.store.index import Index
+from sglang_hcache.store import DiskStore, StoreConfig, scan
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -31,6 +29,7 @@ class Hang:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
+        self.pread = os.pread
         self._go_on = threading.Event()
 
     def wait(self, path: Path) -> None:
@@ -46,7 +45,7 @@ class Hang:
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     """Holds up reading of segments, and whatever else a test has wait for it."""
     found = Hang()
-    pread = os.pread
+    pread = found.pread = os.pread
 
     def hanging_pread(fd: int, size: int, offset: int) -> bytes:
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
@@ -59,7 +58,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     found.let_go()
 
 
-def without_index(base: Path, num_dirs: int = 2) -> StoreConfig:
+def filled(base: Path, num_dirs: int = 2) -> StoreConfig:
     """A closed store with ten runs in some segments."""
     config = small_config(base, num_dirs)
     store = DiskStore.open(config, Counters())
@@ -67,7 +66,6 @@ def without_index(base: Path, num_dirs: int = 2) -> StoreConfig:
         write_keys(store, OLD[first : first + 4], LAYERS)
     assert store.stats().segments > 2
     store.close()
-    (config.dirs[0] / "index.sqlite").unlink()
     return replace(config, io_timeout_s=4.0)
 
 
@@ -97,7 +95,7 @@ class Opening:
 def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
     tmp_path: Path, hang: Hang, stripe: int
 ) -> None:
-    config = without_index(tmp_path)
+    config = filled(tmp_path)
     hang.folder = config.dirs[stripe]
     store = Opening(config).result()
     assert store is not None
@@ -105,7 +103,6 @@ def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
         assert conditions(store)[stripe] == "out"
         assert conditions(store)[1 - stripe] == "healthy"
         assert match_keys(store, OLD) == 0
-        wait_until(lambda: (config.dirs[1 - stripe] / "index.sqlite").exists())
         write_keys(store, NEW, LAYERS)
         assert conditions(store)[stripe] == "out", "not tried while something hangs there"
         hang.let_go()
@@ -118,7 +115,7 @@ def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
 
 
 def test_without_any_other_directory_the_start_is_refused(tmp_path: Path, hang: Hang) -> None:
-    config = without_index(tmp_path, 1)
+    config = filled(tmp_path, 1)
     hang.folder = config.dirs[0]
     opening = Opening(config)
     assert opening.result() is None
@@ -153,28 +150,26 @@ def test_what_hung_at_a_start_leaves_no_lock_behind(
     open_when_unlocked(config).close()
 
 
-@pytest.mark.parametrize("what", ["create", "insert"])
-def test_a_directory_that_hangs_while_the_index_is_written_is_left_out(
+@pytest.mark.parametrize("what", ["read_state", "write_state"])
+def test_a_directory_that_hangs_over_its_state_is_left_out(
     tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    config = without_index(tmp_path)
-    create, insert = Index.create, Index.insert
+    config = filled(tmp_path)
+    real = getattr(StoreDirectory, what)
 
-    def hanging_create(path: Path, store_id: str, max_bytes: int) -> Index:
-        hang.wait(path)
-        return create(path, store_id, max_bytes)
+    def hanging(self: StoreDirectory, *args: bytes) -> object:
+        hang.wait(self.path / "state.json")
+        return real(self, *args)
 
-    def hanging_insert(self: Index, runs: dict[int, RunPlace]) -> None:
-        hang.wait(self._log_path)
-        insert(self, runs)
-
-    monkeypatch.setattr(Index, what, hanging_create if what == "create" else hanging_insert)
+    monkeypatch.setattr(StoreDirectory, what, hanging)
+    # Reading of segments goes on.
+    monkeypatch.setattr(os, "pread", hang.pread)
     hang.folder = config.dirs[0]
     store = Opening(config).result()
     assert store is not None
     try:
-        assert conditions(store)[0] == "out"
-        wait_until(lambda: (config.dirs[1] / "index.sqlite").exists())
+        write_keys(store, NEW, LAYERS) if what == "read_state" else store.touch(OLD)
+        wait_until(lambda: conditions(store) == ["out", "healthy"])
         hang.let_go()
         wait_until(lambda: match_keys(store, OLD) == 40)
         read_keys(store, OLD)
@@ -183,10 +178,10 @@ def test_a_directory_that_hangs_while_the_index_is_written_is_left_out(
         store.close()
 
 
-def test_looking_at_a_store_without_index_does_not_hang(
+def test_looking_at_a_store_does_not_hang(
     tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = without_index(tmp_path)
+    config = filled(tmp_path)
     monkeypatch.setattr(looking, "_PATIENCE_S", 1.5)
     hang.folder = config.dirs[1]
     seen: list[list[str]] = []
@@ -205,7 +200,7 @@ def test_a_device_that_is_slow_but_goes_on_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it takes longer than one operation may."""
-    config = replace(without_index(tmp_path), io_timeout_s=2.0)
+    config = replace(filled(tmp_path), io_timeout_s=2.0)
     pread = os.pread
 
     def slow_pread(fd: int, size: int, offset: int) -> bytes:
@@ -213,6 +208,7 @@ def test_a_device_that_is_slow_but_goes_on_is_waited_for(
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", slow_pread)
+    monkeypatch.setattr(scan, "_NEAR_BYTES", 0)  # a read for each header
     began = time.monotonic()
     store = DiskStore.open(config, Counters())
     assert time.monotonic() - began > config.io_timeout_s

@@ -33,7 +33,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import ask_index, wait_until
+from tests.unit.store.conftest import state_of, wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -84,19 +84,6 @@ def test_the_cap_is_never_exceeded(
     assert highest > 4 * MIB, "the test should come close to what segments may fill"
     store.close()
     assert physical_bytes(config.dirs) <= 10 * MIB
-
-
-def test_the_index_stays_in_its_share_of_the_cap(tmp_path: Path, open_store: OpenStore) -> None:
-    config = small_config(tmp_path, size=10 * MIB, segment=MIB)
-    store = open_store(config, without_sync())
-    payload = [aligned_empty(1) for _ in range(64)]
-    largest = 0
-    for turn in range(1500):
-        store.write_run(make_run(make_keys(64 * turn, 64), (1,)), lambda _: payload)
-        if turn % 10 == 0:
-            index = sum(path.stat().st_size for path in config.dirs[0].glob("index.sqlite*"))
-            largest = max(largest, index)
-    assert 2 * MIB < largest < config.index_reserve_bytes, largest
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -388,7 +375,7 @@ def test_what_lies_in_a_directory_that_is_out_is_not_evicted_for_room(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
     store = open_store(small_config(tmp_path, 3, size=24 * MIB, segment=3 * MIB))
-    _, first, second = (volume.health for volume in Inside(store).volumes)  # the index is in the other one
+    _, first, second = (volume.health for volume in Inside(store).volumes)
     first.failed(OSError(errno.EROFS, "Read-only file system"), writing=True)
     kept = fill(store, 0, 4)
     first.recover(first.condition)
@@ -501,9 +488,7 @@ def test_a_write_that_fails_does_not_cost_the_other_one_in_a_new_segment(
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_a_run_that_is_written_while_all_is_cleared_is_gone_and_so_is_its_row(
-    tmp_path: Path, open_store: OpenStore
-) -> None:
+def test_a_run_that_is_written_while_all_is_cleared_is_gone(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path)
     store, run = open_store(config), make_run(make_keys(0, 2), (4096,))
 
@@ -514,7 +499,58 @@ def test_a_run_that_is_written_while_all_is_cleared_is_gone_and_so_is_its_row(
     store.write_run(run, payload)
     Inside(store).write_down()
     assert match_keys(store, run.keys) == 0
-    assert ask_index(config.dirs[0] / "index.sqlite", "SELECT count(*) FROM runs") == [(0,)]
+    assert not state_of(config.dirs[0]).segments
+    store.close()
+    assert match_keys(open_store(config), run.keys) == 0
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_the_state_does_not_grow_without_bound(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path, size=64 * MIB)
+    store = open_store(config, without_sync())
+    payload = [aligned_empty(1) for _ in range(64)]
+    for turn in range(100):
+        store.write_run(make_run(make_keys(64 * turn, 64), (1,)), lambda _: payload)
+        run = Inside(store).run_of(make_keys(64 * turn, 1)[0])
+        Inside(store).catalog.quarantine(run, dict.fromkeys(range(64), 200 * "x"))
+    for number in range(5000):
+        store.namespaces.put(str(number), 200 * "x")
+    store.close()
+    assert 100_000 < (config.dirs[0] / "state.json").stat().st_size < 2 * MIB / 3
+    (newest,) = [*state_of(config.dirs[0]).quarantined][:1]
+    assert newest == Inside(store).runs()[-1].place.run_id
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_large_state_is_written_less_often(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    keys = make_keys(0, 4)
+    write_keys(store, keys, LAYERS)
+    for number in range(1000):
+        store.namespaces.put(str(number), 500 * "x")
+    Inside(store).write_down()
+    serial = state_of(config.dirs[0]).serial
+    for _ in range(10):
+        store.touch(keys)
+        Inside(store).write_down()
+    assert state_of(config.dirs[0]).serial == serial
+    store.close()
+    used = {number: item.last_used for number, item in state_of(config.dirs[0]).segments.items()}
+    assert used == {segment.number: segment.last_used for segment in Inside(store).catalog.segments()}
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_state_is_written_only_if_something_changed(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 4), LAYERS)
+    Inside(store).write_down()
+    with store.lease(make_keys(0, 4)):
+        for _ in range(3):
+            Inside(store).saved._next_at = 0.0
+            Inside(store).write_down()
+    assert state_of(config.dirs[0]).serial == 1
 
 
 def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: OpenStore) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,6 @@ from sglang_hcache.core import throttle
 from sglang_hcache.core.errors import StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.format.rows import Recency
-from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.io.probing import gives_direct_reads
 from sglang_hcache.store.volumes import opening
@@ -22,7 +20,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import ask_index, conditions, is_healthy
+from tests.unit.store.conftest import conditions, is_healthy, state_of
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (4096, 4096)
@@ -101,7 +99,7 @@ def test_a_start_gives_three_segments_up_and_serves_the_rest(
     store = open_store(config)
     assert conditions(store) == ["read-only"]
     assert there(store) == [*range(3, RUNS)]
-    assert counters["store.index_rebuilds"] == 0
+    assert counters["store.runs_lost"] == 3
     volume = Inside(store).volumes[0]
     assert volume.directory.direct == gives_direct_reads(volume.directory.segment_path(RUNS - 1))
     full.number = 0
@@ -176,22 +174,23 @@ def test_while_a_store_runs_a_few_segments_go_and_then_one_now_and_then(
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_an_index_on_a_full_disk_fails_once_and_is_brought_up_to_date_later(
+def test_a_state_on_a_full_disk_fails_once_and_is_brought_up_to_date_later(
     config: StoreConfig,
     open_store: OpenStore,
     counters: Counters,
     full: Full,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Else every round would be an error, for as long as the disk is full."""
-    save = Index.save_recency
+    write = StoreDirectory.write_state
 
-    def save_if_room(index: Index, recency: Mapping[int, Recency]) -> None:
+    def write_if_room(directory: StoreDirectory, text: bytes) -> None:
         if full.number:
-            raise StoreIOError("the index failed") from OSError(full.number, os.strerror(full.number))
-        save(index, recency)
+            raise OSError(full.number, os.strerror(full.number))
+        write(directory, text)
 
-    monkeypatch.setattr(Index, "save_recency", save_if_room)
+    monkeypatch.setattr(StoreDirectory, "write_state", write_if_room)
     store = open_store(config)
     inside = Inside(store)
     full.number = errno.ENOSPC
@@ -200,19 +199,20 @@ def test_an_index_on_a_full_disk_fails_once_and_is_brought_up_to_date_later(
         inside.keeper.round()
     assert conditions(store) == ["read-only"]
     assert (counters["store.io_errors"], counters["store.upkeep_failures"]) == (1, 1)
+    assert len(caplog.messages) == 2
     store.touch(keys_of(7))
     full.number = 0
     retry(store)
-    question = "SELECT segment FROM segments ORDER BY last_used DESC"
-    segments = [number for (number,) in ask_index(config.dirs[0] / "index.sqlite", question)]
-    assert segments[:2] == [inside.run_of(keys_of(number)[0]).segment.number for number in (7, 4)]
+    segments = state_of(config.dirs[0]).segments
+    by_use = sorted(segments, key=lambda number: segments[number].last_used, reverse=True)
+    assert by_use[:2] == [inside.run_of(keys_of(number)[0]).segment.number for number in (7, 4)]
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_an_index_that_a_full_disk_takes_all_the_same_says_that_it_is_full(
+def test_a_state_that_a_full_disk_takes_all_the_same_says_that_it_is_full(
     config: StoreConfig, open_store: OpenStore
 ) -> None:
-    """SQLite writes over the log that is there."""
+    """A small file finds room where a segment does not."""
     inside = Inside(open_store(config))
     inside.volumes[0].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
     inside.keeper.round()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -73,7 +72,6 @@ def test_a_closed_store_is_shown_as_it_was_and_stays_as_it_is(closed: StoreConfi
         directories = view.directories()
         assert view.paths == closed.dirs
         assert view.lock_holder is None
-        assert view.index_problem == ""
         assert [run.place.keys for run in view.runs()] == [keys_of(number) for number in range(RUNS)]
         assert all(run.is_available and not run.quarantined for run in view.runs())
         assert view.chunks() == RUNS * CHUNKS
@@ -98,7 +96,7 @@ def test_beside_a_server_its_process_and_its_view_of_the_directories(
     store = open_store(config)
     write_keys(store, keys_of(0), LAYERS)
     Inside(store).volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
-    wait_until(lambda: "read-only" in json.dumps(StoreView.open(config.dirs)._meta))
+    wait_until(lambda: "read-only" in json.dumps(dict(StoreView.open(config.dirs).state.meta)))
     with StoreView.open(config.dirs) as view:
         assert view.lock_holder is not None
         assert view.lock_holder.pid == str(os.getpid())
@@ -118,7 +116,7 @@ def test_health_that_makes_no_sense_is_not_shown(tmp_path: Path, open_store: Ope
     config = small_config(tmp_path)
     store = open_store(config)
     for told in ("[" * 10**5, "{", "[[]]", '[["ill", ""]]', "7"):
-        Inside(store).ledger.save_meta({"health": told})
+        Inside(store).saved.save({"health": told}, now=True)
         with StoreView.open(config.dirs) as view:
             assert [item.condition for item in view.directories()] == ["healthy"]
 
@@ -143,16 +141,15 @@ def test_a_chunk_written_twice_counts_once_and_a_quarantined_one_not(
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
-def test_without_an_index_the_headers_say_the_same(closed: StoreConfig, damage: str) -> None:
+def test_without_a_state_the_runs_are_the_same(closed: StoreConfig, damage: str) -> None:
     with StoreView.open(closed.dirs) as view:
-        expected = view.contents.runs
-    index = closed.dirs[0] / "index.sqlite"
-    index.unlink()
-    if damage == "garbage":
-        index.write_bytes(b"no database " * 1000)
+        expected = view.places
+    for folder in closed.dirs:
+        (folder / "state.json").unlink()
+        if damage == "garbage":
+            (folder / "state.json").write_bytes(b"no state " * 1000)
     with StoreView.open(closed.dirs) as view:
-        assert "index.sqlite" in view.index_problem
-        assert [*view.contents.runs.values()] == [*expected.values()]
+        assert view.places == expected
         assert view.totals() is None
         assert view.written_today_bytes() is None
         assert verified(view).damages == []
@@ -168,12 +165,8 @@ def test_what_was_cleared_is_not_shown(closed: StoreConfig) -> None:
         directory.write_superblock(Superblock(block.identity.next(first_segment=2), stripe))
         directory.lock.release()
     with StoreView.open(closed.dirs) as view:
-        from_index = {run.place.segment for run in view.runs()}
-    (closed.dirs[0] / "index.sqlite").unlink()
-    with StoreView.open(closed.dirs) as view:
-        from_headers = {run.place.segment for run in view.runs()}
-    assert from_index == from_headers
-    assert min(from_index) == 2
+        assert min(run.place.segment for run in view.runs()) == 2
+        assert not view.lost
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "damaged superblock", "file"])
@@ -198,14 +191,6 @@ def test_a_sick_directory_is_reported_and_its_runs_are_unavailable(closed: Store
         assert (verification.total_bytes, verification.unavailable_runs) == (0, RUNS)
         assert verification.damages == []
     assert away.exists() == (kind != "missing")
-
-
-def test_the_index_is_in_the_directory_that_is_away(closed: StoreConfig) -> None:
-    closed.dirs[0].rename(closed.dirs[0].with_name("away"))
-    with StoreView.open(closed.dirs) as view:
-        assert "disk0, which is out: it does not exist" in view.index_problem
-        assert len(view.runs()) == RUNS
-        assert not any(run.is_available for run in view.runs()), "every run has a layer there"
 
 
 @pytest.mark.parametrize(
@@ -277,30 +262,33 @@ def test_damage_to_the_whole_run(closed: StoreConfig, kind: str) -> None:
     else:
         os.truncate(path, offset + 4096)
     with StoreView.open(closed.dirs) as view:
-        last = [item for item in verified(view).damages if item.run.number == max(view.contents.runs)]
+        last = [item for item in verified(view).damages if item.run.place.run_id == header.place.run_id]
     assert (header.place.keys, header.layer, closed.dirs[1]) in [
         (item.keys, item.layer, item.directory) for item in last
     ]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "offsets = x'00f0ffffffffffff00f0ffffffffffff'",
-        "layer_bytes = x'00f0ffff00f0ffff00f0ffff'",
-        "offsets = zeroblob(16)",
-    ],
-)
-def test_a_row_that_makes_no_sense_is_damage_and_no_accident(closed: StoreConfig, change: str) -> None:
-    with sqlite3.connect(closed.dirs[0] / "index.sqlite") as connection:
-        connection.execute(f"UPDATE runs SET {change} WHERE run = 2")
-        connection.execute("INSERT INTO quarantine VALUES (1, 60, 'no such chunk')")
-    connection.close()
+@pytest.mark.parametrize("kind", ["file", "first headers", "all of it"])
+def test_runs_of_which_nothing_is_left_are_counted(closed: StoreConfig, kind: str) -> None:
+    """The state knows how many there were."""
     with StoreView.open(closed.dirs) as view:
-        assert {damage.run.number for damage in verified(view).damages} == {2}
-        [finding] = {item.what.split(": ", 1)[1] for item in check(view) if item.is_error}
-        assert "run is" in finding
-        assert view.chunks() == RUNS * CHUNKS
+        last = max(place.segment for place in view.places)
+        places = [place for place in view.places if place.segment == last]
+    for stripe, folder in enumerate(closed.dirs):
+        path = folder / f"segment-{last:08d}.seg"
+        if kind == "file":
+            path.unlink()
+        elif kind == "all of it":
+            path.write_bytes(bytes(path.stat().st_size))
+        else:
+            for place in places:
+                flip(path, place.offsets[stripe] + 50)
+    with StoreView.open(closed.dirs) as view:
+        verification = verified(view)
+        lost = {damage.run.place.run_id for damage in verification.damages}
+        assert verification.lost_runs + len(lost) == len(places)
+        assert any(item.is_error for item in check(view))
+        assert len(view.runs()) == RUNS - len(places)
 
 
 def test_a_disk_with_many_bad_sectors_is_read_to_its_end(

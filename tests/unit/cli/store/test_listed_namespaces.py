@@ -22,8 +22,6 @@ OWNER = {
 class View:
     """Stands for a store's view."""
 
-    index_problem = ""
-
     def namespaces(self) -> list[NamespaceInfo]:
         at = time.time() - 100
         return [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -131,7 +129,8 @@ def test_stat(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     assert data["physical_bytes"] == physical_bytes(dirs) <= data["cap_bytes"] == 2**24
     counts = ("chunks", "runs", "segments", "namespaces", "quarantined_chunks", "unavailable_runs")
     assert [data[name] for name in counts] == [23, 6, 3, 1, 1, 0]
-    assert (data["lock_holder"], data["index"]["problem"]) == (None, "")
+    assert data["lock_holder"] is None
+    assert "index" not in data
     assert data["healthy"] is True, "what is in quarantine is served no more"
     assert data["totals"]["chunks_written"] == 24
     assert [item["path"] for item in data["directories"]] == [str(path) for path in dirs]
@@ -317,13 +316,16 @@ def test_verify_shows_its_progress(
 def test_fsck_and_its_rebuild(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     assert hcache("fsck", *dirs)[:2] == (0, "checked 6 runs in 2 directories: no errors\n")
     (dirs[1] / "superblock.json").write_text("?")
-    (dirs[0] / "index.sqlite").unlink()
+    (dirs[0] / "thesis.tex").write_text("?")
+    for path in dirs:
+        (path / "state.json").write_text("?")
     code, out, _ = hcache("fsck", *dirs)
     assert code == 1
-    assert [line.split(": ")[0] for line in out.splitlines()[:2]] == ["error", "error"]
+    assert [line.split(": ")[0] for line in out.splitlines()[:1]] == ["error"]
     assert "fix: " in out
     data = as_json(hcache("fsck", "--json", *dirs), status=1)
-    assert data["errors"] == 2
+    assert data["errors"] == 3
+    (dirs[0] / "thesis.tex").unlink()
     assert {item["severity"] for item in data["findings"]} == {"error"}
     code, out, _ = hcache("fsck", "--rebuild", *dirs)
     assert code == 0
@@ -447,14 +449,32 @@ def test_beside_another_process_reading_works_and_changing_names_it(
     assert as_json(hcache("stat", "--json", *dirs))["runs"] == 6
 
 
-def test_a_missing_directory_and_a_missing_index(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
-    (dirs[0] / "index.sqlite").unlink()
+def test_a_lost_file(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
+    """Also where nothing is left that names its runs."""
+    (dirs[1] / "segment-00000001.seg").unlink()
+    data = as_json(hcache("verify", "--json", *dirs), status=1)
+    assert (data["damaged_chunks"], data["lost_runs"]) == (8, 0)
+    assert as_json(hcache("fsck", "--json", *dirs), status=1)["errors"] == 1
+    (dirs[0] / "segment-00000001.seg").unlink()
+    data = as_json(hcache("verify", "--json", *dirs), status=1)
+    assert (data["damaged_chunks"], data["lost_runs"], data["damages"]) == (0, 2, [])
+    assert ": 2 runs lost with files or headers" in hcache("verify", *dirs)[1]
+    code, out, _ = hcache("fsck", *dirs)
+    assert (code, out.partition(";")[0]) == (
+        1,
+        "error: segment-00000001.seg: is missing, 2 runs are lost with it",
+    )
+    assert as_json(hcache("gc", "--json", *dirs))["runs_forgotten"] == 2
+    assert hcache("fsck", *dirs)[0] == hcache("verify", *dirs)[0] == 0
+
+
+def test_a_missing_directory_and_a_missing_state(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
+    for path in dirs:
+        (path / "state.json").unlink()
     code, out, _ = hcache("stat", *dirs)
-    assert code == 1
+    assert code == 0
     assert "24 in 6 runs" in out
-    assert "is missing; this is what the segments' headers say" in " ".join(
-        out.split()
-    )  # wrapped where paths are long
+    assert "not known: the state is missing or damaged" in out
     dirs[1].rename(dirs[1].with_name("away"))
     data = as_json(hcache("stat", "--json", *dirs), status=1)
     assert data["healthy"] is False
@@ -463,20 +483,6 @@ def test_a_missing_directory_and_a_missing_index(hcache: Hcache, dirs: tuple[Pat
     code, out, _ = hcache("verify", *dirs)
     assert code == 1  # no run is complete in what is left, so it is not known what was there
     assert f"{dirs[1]}: it does not exist" in out
-
-
-def test_no_room_for_a_copy_of_the_index(
-    hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr("sglang_hcache.store.index_files._copy", full)
-    for arguments in (["stat"], ["fsck"], ["gc"], ["clear", "--yes"]):
-        code, out, err = hcache(*arguments, *dirs)
-        assert (code, out) == (2, "")
-        assert err.startswith("hcache: error: there is no room for a copy of the index in ")
-        assert err.endswith("; set TMPDIR to one that has room\n")
 
 
 def test_runs_without_torch_and_sglang(dirs: tuple[Path, ...]) -> None:

@@ -1,0 +1,127 @@
+"""What a store knows beside its segments (docs/store-format.md, "State"). Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import xxhash
+
+from sglang_hcache.store.format.geometry import MAX_CHUNKS, MAX_SEGMENT
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MAX_BYTES = 2**26
+"""A longer file is no state."""
+MAX_COUNT = 2**62
+"""Serial numbers and logical times are smaller: there is room to count on from any of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentState:
+    """What is known of a segment (docs/store-format.md, "Eviction")."""
+
+    last_used: int = 0
+    """Logical time, larger is more recent."""
+    score: float = 0.0
+    runs: int = 0
+    """How many of it are served, at least in part."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Of several copies the one with the highest serial number counts."""
+
+    serial: int = 0
+    """0: nothing is known."""
+    segments: Mapping[int, SegmentState] = field(default_factory=dict)
+    going: frozenset[int] = frozenset()
+    """Those of which files may have been deleted or erased on purpose since this was written."""
+    quarantined: Mapping[bytes, dict[int, str]] = field(default_factory=dict)
+    """Run id -> chunk of the run -> why it is not served."""
+    meta: Mapping[str, str] = field(default_factory=dict)
+    """Named values, as their owners write them."""
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON, and a line with its digest."""
+        fields = {
+            "serial": self.serial,
+            "segments": {
+                number: [item.last_used, item.score, item.runs] for number, item in self.segments.items()
+            },
+            "going": sorted(self.going),
+            "quarantined": {run_id.hex(): dict(why) for run_id, why in self.quarantined.items()},
+            "meta": dict(self.meta),
+        }
+        line = json.dumps(fields).encode()
+        return line + b"\n" + _digest_line(line)
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> State:
+        """
+        Raises:
+            ValueError: it is not what :meth:`to_bytes` wrote.
+        """
+        line, _, rest = text.partition(b"\n")
+        if rest != _digest_line(line):
+            raise ValueError("its digest does not match")
+        found = read_value(line, dict)
+        serial = found.get("serial")
+        if not isinstance(serial, int) or not 0 < serial < MAX_COUNT:
+            raise ValueError("it has no serial number")
+        return cls(
+            serial,
+            _built(_segments_of, found.get("segments")),
+            frozenset(_built(_numbers_of, found.get("going"))),
+            _built(_quarantined_of, found.get("quarantined")),
+            _built(_texts_of, found.get("meta")),
+        )
+
+
+def _digest_line(line: bytes) -> bytes:
+    return b'"%016x"\n' % xxhash.xxh3_64_intdigest(line)
+
+
+def read_value(text: str | bytes | None, build: Callable[[Any], dict[K, V]]) -> dict[K, V]:
+    """What ``build`` makes of the JSON in ``text``; empty if there is no text, or it makes no sense."""
+    return {} if text is None else _built(lambda text: build(json.loads(text)), text)
+
+
+def _built(build: Callable[[Any], dict[K, V]], found: Any) -> dict[K, V]:
+    try:
+        return build(found)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+
+
+def _segments_of(found: dict[str, Any]) -> dict[int, SegmentState]:
+    segments = {
+        int(number): SegmentState(int(used), float(score), int(runs))
+        for number, (used, score, runs) in found.items()
+    }
+    return {
+        number: item
+        for number, item in segments.items()
+        if 0 <= number <= MAX_SEGMENT and 0 <= item.last_used < MAX_COUNT and 0 <= item.score < math.inf
+    }
+
+
+def _numbers_of(found: list[Any]) -> dict[int, None]:
+    return dict.fromkeys(map(int, found))
+
+
+def _quarantined_of(found: dict[str, Any]) -> dict[bytes, dict[int, str]]:
+    return {
+        bytes.fromhex(run_id): {
+            int(chunk): str(why) for chunk, why in marks.items() if int(chunk) < MAX_CHUNKS
+        }
+        for run_id, marks in found.items()
+    }
+
+
+def _texts_of(found: dict[str, Any]) -> dict[str, str]:
+    return {name: str(text) for name, text in found.items()}

@@ -1,0 +1,145 @@
+"""What the directories say of a store beside its segments: superblocks, and a state that is written now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from sglang_hcache.core.errors import StoreError, StoreIOError
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.format.state import State
+from sglang_hcache.store.format.superblock import StoreIdentity
+from sglang_hcache.store.volumes.opening import publish
+from sglang_hcache.store.volumes.volume import Volume
+
+_BYTES_PER_S = 2**16
+"""What states take of a directory's writes at most, but for those that cannot wait."""
+_MARKS_KEPT = 1000
+"""Chunks in quarantine that are written down, those of the newest segments: others are found to be damaged again."""
+_GOING_SHARE = 16
+"""One in so many segments may be evicted before another state has to be written for that."""
+
+
+class SavedState:
+    """Safe from several threads. ``identity`` and ``outgrow`` do no I/O; the others may, and raise ``StoreError``."""
+
+    def __init__(
+        self, volumes: Sequence[Volume], identity: StoreIdentity, catalog: Catalog, state: State
+    ) -> None:
+        self._volumes = volumes
+        self._catalog = catalog
+        self._identity = self._published = identity
+        self._state = state
+        """As it was written last."""
+        self._is_everywhere = False
+        """A start writes it once: not every directory may have it."""
+        self._next_at = 0.0
+        """When the next one may be written, by the monotonic clock."""
+        self._lock = threading.RLock()
+
+    @property
+    def identity(self) -> StoreIdentity:
+        """What the directories agree on."""
+        return self._identity
+
+    def settle(self) -> None:
+        """Publish what no directory has taken yet."""
+        with self._lock:
+            if self._published != self._identity:
+                self._publish()
+
+    def save(self, meta: Mapping[str, str], *, now: bool = False, last: bool = False) -> None:
+        """Write down what was used, what is quarantined, and ``meta``, if any of it has changed.
+
+        Args:
+            now: even if a state was written a moment ago.
+            last: no file is deleted afterwards.
+        """
+        with self._lock:
+            if now or time.monotonic() >= self._next_at:
+                self._save(meta, () if last else self._coldest())
+
+    def announce(self, segments: Iterable[int]) -> None:
+        """To be called before files are deleted or erased on purpose: who finds them gone after a kill knows why.
+
+        Mostly the state that was written last names them already. Where none can be written, they go all the same.
+        """
+        with self._lock:
+            known, first = self._state.segments, self._identity.first_segment
+            news = {
+                number for number in segments if number >= first and number in known and known[number].runs
+            }
+            news -= self._state.going
+            if news:
+                with contextlib.suppress(StoreError):
+                    self._save(self._state.meta, news | self._coldest())
+
+    def outgrow(self, other: StoreIdentity) -> None:
+        """Let ours count from now on, and no segment that ``other`` cleared, in a directory that was not with us.
+
+        A clearing counts whatever its epoch: ours may have grown by other things since.
+        """
+        with self._lock:
+            ours = self._identity
+            is_newer = other.epoch >= ours.epoch and other != ours
+            if is_newer or other.first_segment > ours.first_segment:
+                first_segment = max(ours.first_segment, other.first_segment)
+                epoch = max(ours.epoch, other.epoch)
+                self._identity = replace(ours, epoch=epoch).next(first_segment=first_segment)
+
+    def void_before(self, segment: int) -> None:
+        """From now on segments below this number count as cleared, whatever becomes of their files.
+
+        Raises:
+            StoreError: no directory takes the note of it now, so they would be back after a restart.
+        """
+        with self._lock:
+            self._identity = self._identity.next(first_segment=segment)
+            try:
+                self._publish()
+            except StoreError as error:
+                healths = [(item.path, item.health) for item in self._volumes]
+                sick = "; ".join(f"{path} is {health.condition}: {health.reason}" for path, health in healths)
+                raise StoreIOError(
+                    "no directory takes the note that all was cleared: after a restart the chunks on disk would be "
+                    f"back. See to one of them ({sick}): {error}"
+                ) from error
+
+    def _coldest(self) -> set[int]:
+        """What is evicted next, enough to write a state only now and then for the sake of evictions."""
+        return set(self._catalog.coldest(len(self._state.segments) // _GOING_SHARE))
+
+    def _save(self, meta: Mapping[str, str], going: Collection[int]) -> None:
+        last, catalog = self._state, self._catalog
+        marks = catalog.quarantined(_MARKS_KEPT)
+        state = State(last.serial, catalog.segment_states(), frozenset(going), marks, dict(meta))
+        if self._is_everywhere and state == last:
+            return
+        state = replace(state, serial=last.serial + 1)
+        text = state.to_bytes()
+        self._write(text)
+        self._state, self._is_everywhere = state, True
+        self._next_at = time.monotonic() + len(text) / _BYTES_PER_S
+
+    def _write(self, text: bytes) -> None:
+        """In every directory that may take it: a small file finds room where a segment does not. Raises StoreError."""
+        failure: StoreError = StoreIOError("no directory takes writes")
+        written = 0
+        for volume in self._volumes:
+            if volume.health.can_delete:
+                try:
+                    write = partial(volume.directory.write_state, text)
+                    volume.call(write, "cannot write the state", writing=True)
+                    written += 1
+                except StoreError as error:
+                    failure = error
+        if not written:
+            raise failure
+
+    def _publish(self) -> None:
+        publish(self._volumes, self._identity)
+        self._published = self._identity

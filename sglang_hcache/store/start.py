@@ -1,0 +1,139 @@
+"""What happens at start: find the runs by their headers, keep what the files bear out, reclaim the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sglang_hcache.core.errors import StoreError, StoreIOError
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.census import Census, Files, is_served, lost_runs
+from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.names import OLD_INDEX_NAMES, STATE_NAME
+from sglang_hcache.store.format.place import RunPlace
+from sglang_hcache.store.format.state import SegmentState, State
+from sglang_hcache.store.format.superblock import StoreIdentity
+from sglang_hcache.store.saved import SavedState
+from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.volume import Volume
+
+_UNSEEN_SEGMENTS = 2**20
+"""More than a directory holds that is out: new segments must not get the numbers of files that nobody has seen, nor
+those of a start that misses another directory."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What :func:`begin` found."""
+
+    saved: SavedState
+    catalog: Catalog
+    """Holds the runs, but not yet the segments: ``Space.adopt`` adds them."""
+    segments: list[Segment]
+    leftovers: list[Segment]
+    """Files of no run: to be deleted."""
+    next_number: int
+    meta: Mapping[str, str]
+    """Named values of the state."""
+    unsaved_bytes: Mapping[float, int]
+    """What was written after the state, by time (seconds since 1970)."""
+
+
+def begin(
+    config: StoreConfig, volumes: Sequence[Volume], identity: StoreIdentity, observer: Observer
+) -> Start:
+    """Bring memory and files into agreement; deletes no files.
+
+    Raises:
+        StoreIOError: no directory can be read: whatever is there would be taken for files of no run.
+        OSError: this process lacks something.
+    """
+    catalog = Catalog(config.cost_doubling_tokens)
+    files = Files.listed(identity.first_segment, volumes)
+    places = files.runs(volumes)
+    state, problems = read_state(volumes)
+    for problem in problems.values():
+        logger.warning("hcache: %s; it does not count", problem)
+    if not any(volume.health.readable for volume in volumes):
+        raise StoreIOError(
+            f"cannot use {volumes[0].path} (--hcache-dirs): {volumes[0].health.reason}; nothing was changed, start "
+            "again when its disk answers"
+        )
+    _remove_old_indexes(volumes)
+    census = Census(files, volumes, catalog, config.file_bytes)
+    for place in places:
+        # Where nobody knows what was used last, segments count as used in the order of their numbers.
+        unknown = SegmentState() if state.serial else SegmentState(last_used=place.segment)
+        known = state.segments.get(place.segment, unknown)
+        census.admit(place, known, state.quarantined.get(place.run_id, {}))
+    census.expect_uncut()
+    observer.count("store.runs_recovered", len(places))
+    lost = sum(lost_runs(state, files, places).values())
+    if lost:
+        logger.warning("hcache: %d stored runs lost their files or headers and are forgotten", lost)
+        observer.count("store.runs_lost", lost)
+    highest = max([*files.numbers(), *state.segments, identity.first_segment - 1])
+    return Start(
+        saved=SavedState(volumes, identity, catalog, state),
+        catalog=catalog,
+        segments=list(census.segments.values()),
+        leftovers=census.leftovers(),
+        next_number=highest + 1 + (0 if files.is_all else _UNSEEN_SEGMENTS * (1 + files.found.index(None))),
+        meta=state.meta,
+        unsaved_bytes=_unsaved(state, files, places),
+    )
+
+
+def read_state(volumes: Sequence[Volume]) -> tuple[State, dict[int, str]]:
+    """The newest that a directory has, nothing is known if none has one; and what is wrong with others, by stripe."""
+    found, problems = [State()], {}
+    for volume in volumes:
+        if volume.health.readable:
+            path = volume.path / STATE_NAME
+            try:
+                text = volume.call(volume.directory.read_state, f"{path} cannot be read")
+                found += [] if text is None else [State.from_bytes(text)]
+            except StoreError as error:
+                problems[volume.stripe] = str(error)
+            except ValueError as error:
+                problems[volume.stripe] = f"{path} is damaged: {error}"
+    return max(found, key=lambda state: state.serial), problems
+
+
+def _remove_old_indexes(volumes: Sequence[Volume]) -> None:
+    """What an earlier version left: nobody reads it any more."""
+
+    def remove(folder: Path) -> None:
+        for name in OLD_INDEX_NAMES:
+            (folder / name).unlink(missing_ok=True)
+
+    for volume in volumes:
+        if volume.health.can_delete:
+            with contextlib.suppress(StoreError):  # the next start tries again
+                volume.call(partial(remove, volume.path), "an old index", writing=True, blame=False)
+
+
+def _unsaved(state: State, files: Files, places: Sequence[RunPlace]) -> dict[float, int]:
+    """Bytes of runs that the state does not know, by the time of their segment's last write.
+
+    A segment older than those it knows was in a directory that was out: its bytes were counted when they were written.
+    """
+    newest = max(state.segments, default=-1)
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for place in places:
+        is_known = place.segment in state.segments or place.segment > newest
+        if state.serial and is_known and is_served(state, place):
+            sizes[place.segment].append(place.shape.disk_bytes)
+    found: dict[float, int] = defaultdict(int)
+    for number, of_runs in sizes.items():
+        known = state.segments.get(number, SegmentState()).runs
+        found[files.written_s(number)] += sum(of_runs[known:])
+    return {written_s: size for written_s, size in found.items() if size}
