@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,17 +19,11 @@ from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.volumes.agreement import Found, agreed, in_place
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
-from sglang_hcache.store.volumes.health import FULL_ERRNOS, READ_ONLY_ERRNOS, Health
+from sglang_hcache.store.volumes.health import READ_ONLY_ERRNOS, Health
 from sglang_hcache.store.volumes.mounts import check_mounted_as_listed, mount_of
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
-
-_GIVEN_UP = 3
-"""Segments that go at a start on a full disk, ..."""
-_SHOWS_S = 1.0
-"""... the next one when the room of the last one does not show so long."""
-_PAUSE_S = 0.05
 
 
 def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume], StoreIdentity]:
@@ -231,7 +224,7 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
 
     try:
         volume.attempt(make_ready)
-        _probe(volume)
+        volume.attempt(directory.probe)
     except OSError as error:
         if is_new:
             raise StoreIOError(f"cannot write to {volume.path} (--hcache-dirs): {error}") from error
@@ -268,36 +261,6 @@ def _check_mounted(directory: StoreDirectory, file_system: int) -> None:
             "it is empty and on another file system than before: is the disk mounted? If it was replaced, "
             "`hcache store fsck --rebuild` takes the empty one in",
         )
-
-
-def _probe(volume: Volume) -> None:
-    """Try O_DIRECT; on a full disk a few of the oldest segments go first: without room not even the index opens.
-
-    One after the other, for some file systems free in the background. Where a few make no room, all of them may make
-    none: a quota is used up by other files, or a snapshot keeps what is deleted.
-
-    Raises:
-        OSError: it is full all the same, or fails.
-    """
-    directory = volume.directory
-    given_up, next_at = 0, 0.0
-    while True:
-        try:
-            volume.attempt(directory.probe)
-            return
-        except OSError as error:
-            if error.errno not in FULL_ERRNOS:
-                raise
-            if time.monotonic() < next_at:
-                time.sleep(_PAUSE_S)
-                continue
-            oldest = min(volume.attempt(directory.segment_numbers), default=None)
-            if oldest is None or given_up == _GIVEN_UP:
-                raise
-            with contextlib.suppress(PermissionError):  # then it stays full, and is read
-                volume.attempt(partial(directory.unlink_segment, oldest))
-                logger.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
-            given_up, next_at = given_up + 1, time.monotonic() + _SHOWS_S
 
 
 def _updated(

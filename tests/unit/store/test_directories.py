@@ -355,7 +355,7 @@ def test_a_longer_number_in_the_lock_does_not_show(tmp_path: Path, open_store: O
     open_fails(config, StoreLockedError, "in use by process 9\\b")
 
 
-def test_on_a_full_disk_that_frees_in_the_background_one_segment_is_given_up(
+def test_a_start_on_a_full_disk_that_frees_in_the_background_gives_few_segments_up(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config(tmp_path)
@@ -379,7 +379,11 @@ def test_on_a_full_disk_that_frees_in_the_background_one_segment_is_given_up(
     monkeypatch.setattr(StoreDirectory, "probe", probe)
     monkeypatch.setattr(StoreDirectory, "unlink_segment", unlink)
     store = open_store(config)
-    assert [match_keys(store, keys) for keys in runs] == [0, *[20] * 5]
+    wait_until(lambda: Inside(store).volumes[0].health.writable)
+    kept = [keys for keys in runs if match_keys(store, keys) == 20]
+    assert len(runs) - 3 <= len(kept) < len(runs)
+    for keys in kept:
+        read_keys(store, keys)
 
 
 def test_a_failed_open_keeps_no_lock(tmp_path: Path, open_store: OpenStore) -> None:

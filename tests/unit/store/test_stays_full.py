@@ -15,7 +15,6 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.io.probing import gives_direct_reads
-from sglang_hcache.store.volumes import opening
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Health
 from sglang_hcache.testing.open_store import Inside
@@ -79,7 +78,6 @@ def config(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
 
 @pytest.fixture
 def full(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> Full:
-    monkeypatch.setattr(opening, "_SHOWS_S", 0.1)
     return Full(config.dirs[0], monkeypatch)
 
 
@@ -92,21 +90,24 @@ def retry(store: DiskStore) -> None:
 
 @pytest.mark.usefixtures("no_keeper")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_start_gives_three_segments_up_and_serves_the_rest(
+def test_a_start_serves_all_and_the_keeper_makes_room(
     config: StoreConfig, open_store: OpenStore, counters: Counters, full: Full, number: int
 ) -> None:
     full.number = number
     store = open_store(config)
     assert conditions(store) == ["read-only"]
-    assert there(store) == [*range(3, RUNS)]
-    assert counters["store.runs_lost"] == 3
+    assert there(store) == [*range(RUNS)]
     volume = Inside(store).volumes[0]
     assert volume.directory.direct == gives_direct_reads(volume.directory.segment_path(RUNS - 1))
+    retry(store)
+    assert conditions(store) == ["read-only"]
+    assert there(store) == [*range(1, RUNS)]
     full.number = 0
     retry(store)
     assert is_healthy(store)
     write_keys(store, make_keys(1000, 20), LAYERS)
-    assert there(store) == [*range(3, RUNS)]
+    assert there(store) == [*range(1, RUNS)]
+    assert counters["store.runs_lost"] == 0
 
 
 @pytest.mark.usefixtures("no_keeper")
