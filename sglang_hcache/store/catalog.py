@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.store.config import SCRATCH_NAMESPACE
 from sglang_hcache.store.format.state import SegmentState
 from sglang_hcache.store.segments import Segment, StoredRun
 
@@ -35,8 +36,8 @@ class CatalogCounts:
     runs: int
     segments: int
     quarantined: int
-    layer_bytes: tuple[int, ...]
-    """Of each layer of a chunk in the newest run; none if there was no run yet."""
+    layouts: tuple[tuple[int, ...], ...]
+    """Bytes of each layer of a chunk: all that there are, that of the newest run first."""
 
 
 class Catalog:
@@ -55,9 +56,8 @@ class Catalog:
         # Of a million chunks: no object for each of them but its key, which the run holds as well.
         self._chunks: dict[bytes, StoredRun] = {}
         self._segments: dict[int, Segment] = {}
-        self._layer_bytes: tuple[int, ...] = ()
-        self._newest = 0
-        """The segment of the run that has them."""
+        self._layouts: dict[tuple[int, ...], int] = {}
+        """Bytes of each layer of a chunk -> the newest segment with such runs."""
         self._clock = 0
         self._floor = 0.0
         self._out_mask = 0
@@ -272,9 +272,8 @@ class Catalog:
     def counts(self) -> CatalogCounts:
         with self._lock:
             runs = sum(len(segment.runs) for segment in self._segments.values())
-            return CatalogCounts(
-                len(self._chunks), runs, len(self._segments), self._quarantined, self._layer_bytes
-            )
+            layouts = tuple(sorted(self._layouts, key=self._layouts.__getitem__, reverse=True))
+            return CatalogCounts(len(self._chunks), runs, len(self._segments), self._quarantined, layouts)
 
     def _evictable(self) -> list[Segment]:
         return [segment for segment in self._segments.values() if segment.sealed and not segment.pins]
@@ -290,8 +289,9 @@ class Catalog:
 
     def _admit(self, run: StoredRun) -> None:
         run.segment.runs.add(run)
-        if run.place.segment >= self._newest:  # not of an old one in a directory that is back
-            self._newest, self._layer_bytes = run.place.segment, run.place.shape.chunk_layer_bytes
+        if run.place.namespace_id != SCRATCH_NAMESPACE:
+            sizes = run.place.shape.chunk_layer_bytes
+            self._layouts[sizes] = max(run.place.segment, self._layouts.get(sizes, 0))
         for index, key in enumerate(run.place.keys):
             other = self._chunks.get(key)
             # By segments, whose numbers grow with age: of two runs at once the first may be ready last.

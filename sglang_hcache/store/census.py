@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.geometry import BLOCK, mask_of, members_of
 from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.state import SegmentState, State
 from sglang_hcache.store.scan import Found, scan_segments
@@ -66,16 +66,16 @@ class Files:
         )
         return Files(self.first_segment, [*found])
 
-    def runs(self, volumes: Sequence[Volume]) -> list[RunPlace]:
-        """Those that segments hold, by their headers, by age. Raises OSError."""
-        return [place for place, missing in self.scan(volumes) if not missing]
-
-    def scan(self, volumes: Sequence[Volume]) -> Found:
-        """Those of which anything is there, by age, and where, as bits, something is missing. Raises OSError."""
-        return [
-            (place, missing | self._outside(place))
-            for place, missing in scan_segments(self.uncleared(), volumes)
+    def read(self, volumes: Sequence[Volume]) -> Contents:
+        """What their headers say. Raises OSError."""
+        scan = scan_segments(self.uncleared(), volumes)
+        found = [
+            files if volume.health.readable else None
+            for files, volume in zip(self.found, volumes, strict=True)
         ]
+        seen = Files(self.first_segment, found)
+        runs = [(place, missing | seen._outside(place)) for place, missing in scan.runs]
+        return Contents(seen, runs, scan.unread)
 
     def _outside(self, place: RunPlace) -> int:
         """Where, as bits, a part is not on the block grid inside its file, as far as files can be seen."""
@@ -88,6 +88,23 @@ class Files:
         return outside
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What was read of segment files."""
+
+    files: Files
+    """Without those of directories that went out meanwhile."""
+    found: Found
+    """Runs of which anything is there, by age, and where, as bits, something is missing."""
+    unread: Mapping[int, int]
+    """As :class:`Scan` says."""
+
+    @property
+    def runs(self) -> list[RunPlace]:
+        """Those that are whole, by age."""
+        return [place for place, missing in self.found if not missing]
+
+
 class Census:
     """Makes segments of runs, as far as files bear them out, and puts their runs into the catalog.
 
@@ -95,8 +112,11 @@ class Census:
         file_bytes: room in each file of a segment that is created now.
     """
 
-    def __init__(self, files: Files, volumes: Sequence[Volume], catalog: Catalog, file_bytes: int) -> None:
-        self._files = files
+    def __init__(
+        self, contents: Contents, volumes: Sequence[Volume], catalog: Catalog, file_bytes: int
+    ) -> None:
+        self._files = contents.files
+        self._unread = contents.unread
         self._volumes = volumes
         self._catalog = catalog
         self._file_bytes = file_bytes
@@ -125,6 +145,18 @@ class Census:
         run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
         self._catalog.adopt_run(run)
         return True
+
+    def keep_unread(self) -> None:
+        """Leave files that could not be read as they are, until their room is needed: a later start may read them."""
+        for number, mask in self._unread.items():
+            files = self._files.of(number)
+            if number not in self.segments and files:
+                self.segments[number] = Segment(number, self._volumes, (*files,), self._files.longest(number))
+                self.segments[number].found = files
+            if number in self.segments:
+                segment = self.segments[number]
+                for stripe in members_of(mask & segment.mask & mask_of(files)):
+                    segment.used[stripe] = max(segment.used[stripe], files[stripe].size)
 
     def expect_uncut(self) -> None:
         """The last segment may have been in use when the process ended: what cannot be seen of it counts in full."""

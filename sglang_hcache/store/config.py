@@ -31,7 +31,7 @@ class StoreConfig:
     dirs: tuple[Path, ...]
     """One directory per device. Their order does not matter once the store exists."""
     size_bytes: int
-    """Hard cap on physical bytes, all directories together, index included."""
+    """Hard cap on physical bytes, all directories together."""
     free_floor_bytes: int
     """No new segment if a file system would be left with less than this free; where less is, segments go. See
     :meth:`floor_of`."""
@@ -101,6 +101,10 @@ def format_floor(num_bytes: int, percent: float) -> str:
     return f"{percent:g}%" if percent else format_bytes(num_bytes)
 
 
+SCRATCH_NAMESPACE = bytes(16)
+"""Of chunks that are written to see how fast it goes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive chunks of one prefix to be written together.
@@ -161,8 +165,8 @@ class StoreStats:
     segments: int
     quarantined: int
     """Chunks that are damaged and not served."""
-    layer_bytes: tuple[int, ...]
-    """Of each layer of a chunk in the newest run; none if there was no run yet."""
+    layouts: tuple[tuple[int, ...], ...]
+    """Bytes of each layer of a chunk: all that there are, that of the newest run first."""
     used_bytes: int
     """What segments count against the cap, deleted ones whose files are not gone too; as of a moment ago."""
     cap_bytes: int
@@ -183,7 +187,7 @@ class StoreStats:
             runs=0,
             segments=0,
             quarantined=0,
-            layer_bytes=(),
+            layouts=(),
             used_bytes=0,
             cap_bytes=config.size_bytes,
             written_today_bytes=0,

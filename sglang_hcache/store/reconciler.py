@@ -36,13 +36,17 @@ class Reconciler:
         """
         files = volume.attempt(volume.directory.segment_files, MEASURE_S)
         first = self._saved.identity.first_segment
-        for segment in self._catalog.segments():
-            lost = segment.number < first
+        segments = self._catalog.segments()
+        lost = {segment for segment in segments if segment.number < first}
+        for segment in segments:
             if volume.stripe in segment.members:
                 segment.forget_files()
                 file = files.get(segment.number)
-                lost |= file is None or file.size < segment.used[volume.stripe]
-            if lost:
+                if file is None or file.size < segment.used[volume.stripe]:
+                    lost.add(segment)
+        self._remover.announce(segment.number for segment in lost)  # at once: each time a state is written
+        for segment in segments:
+            if segment in lost:
                 self._observer.count("store.runs_lost", len(segment.runs))
                 self._remover.retire(segment, only_unpinned=False)
             elif volume.stripe in segment.members:

@@ -34,9 +34,9 @@ class SavedState:
         self._catalog = catalog
         self._identity = self._published = identity
         self._state = state
-        """As it was written last."""
-        self._is_everywhere = False
-        """A start writes it once: not every directory may have it."""
+        """As it was written last, ..."""
+        self._in = set[int]()
+        """... and in which directories. A start writes it once: not every one may have it."""
         self._next_at = 0.0
         """When the next one may be written, by the monotonic clock."""
         self._lock = threading.RLock()
@@ -52,16 +52,30 @@ class SavedState:
             if self._published != self._identity:
                 self._publish()
 
-    def save(self, meta: Mapping[str, str], *, now: bool = False, last: bool = False) -> None:
-        """Write down what was used, what is quarantined, and ``meta``, if any of it has changed.
+    def save(self, meta: Mapping[str, str], *, last: bool = False) -> None:
+        """Write down what was used, what is quarantined, and ``meta``, if a directory has it not yet.
 
         Args:
-            now: even if a state was written a moment ago.
-            last: no file is deleted afterwards.
+            last: no file is deleted afterwards, and a state that somebody has deleted is written again.
         """
         with self._lock:
-            if now or time.monotonic() >= self._next_at:
-                self._save(meta, () if last else self._coldest())
+            if last:
+                self._in.clear()
+                self._save(meta, ())
+            elif time.monotonic() >= self._next_at:
+                self._save(meta, self._coldest())
+
+    def save_everywhere(self, meta: Mapping[str, str]) -> None:
+        """The same at once, and no directory keeps an older state.
+
+        Raises:
+            StoreError: one does.
+        """
+        with self._lock:
+            self._save(meta, self._coldest())
+            for volume in self._volumes:
+                if volume.stripe not in self._in:
+                    raise StoreIOError(f"{volume.path} keeps an older state: {volume.health.reason}")
 
     def announce(self, segments: Iterable[int]) -> None:
         """To be called before files are deleted or erased on purpose: who finds them gone after a kill knows why.
@@ -76,7 +90,8 @@ class SavedState:
             news -= self._state.going
             if news:
                 with contextlib.suppress(StoreError):
-                    self._save(self._state.meta, news | self._coldest())
+                    # The rest as it was: what was written since then is not in ``written`` yet.
+                    self._put(replace(self._state, going=frozenset(news | self._coldest())))
 
     def outgrow(self, other: StoreIdentity) -> None:
         """Let ours count from now on, and no segment that ``other`` cleared, in a directory that was not with us.
@@ -116,29 +131,37 @@ class SavedState:
     def _save(self, meta: Mapping[str, str], going: Collection[int]) -> None:
         last, catalog = self._state, self._catalog
         marks = catalog.quarantined(_MARKS_KEPT)
-        state = State(last.serial, catalog.segment_states(), frozenset(going), marks, dict(meta))
-        if self._is_everywhere and state == last:
-            return
-        state = replace(state, serial=last.serial + 1)
+        store_id, segments = self._identity.store_id, catalog.segment_states()
+        state = State(store_id, last.serial, segments, frozenset(going), marks, dict(meta))
+        self._in &= {volume.stripe for volume in self._targets()}
+        if state != last or len(self._in) < len(self._targets()):
+            self._put(state)
+
+    def _targets(self) -> list[Volume]:
+        """A small file finds room where a segment does not."""
+        return [volume for volume in self._volumes if volume.health.can_delete]
+
+    def _put(self, state: State) -> None:
+        state = replace(state, serial=self._state.serial + 1)
         text = state.to_bytes()
-        self._write(text)
-        self._state, self._is_everywhere = state, True
+        self._in = self._write(text)
+        self._state = state
         self._next_at = time.monotonic() + len(text) / _BYTES_PER_S
 
-    def _write(self, text: bytes) -> None:
-        """In every directory that may take it: a small file finds room where a segment does not. Raises StoreError."""
+    def _write(self, text: bytes) -> set[int]:
+        """Returns in which directories; raises StoreError: in none."""
         failure: StoreError = StoreIOError("no directory takes writes")
-        written = 0
-        for volume in self._volumes:
-            if volume.health.can_delete:
-                try:
-                    write = partial(volume.directory.write_state, text)
-                    volume.call(write, "cannot write the state", writing=True)
-                    written += 1
-                except StoreError as error:
-                    failure = error
+        written = set[int]()
+        for volume in self._targets():
+            try:
+                write = partial(volume.directory.write_state, text)
+                volume.call(write, "cannot write the state", writing=True)
+                written.add(volume.stripe)
+            except StoreError as error:
+                failure = error
         if not written:
             raise failure
+        return written
 
     def _publish(self) -> None:
         publish(self._volumes, self._identity)

@@ -6,11 +6,13 @@ read. Buffered I/O on purpose: this must work whatever O_DIRECT does.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
 from functools import partial
 
 from sglang_hcache.core.errors import CorruptExtentError
@@ -28,6 +30,8 @@ _SCAN_THREADS = 8
 _SAY_S = 10.0
 _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
+_NO_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM})
+"""There is no file, or none of ours."""
 _NEAR_BYTES = 2**16
 """Parts that are smaller are read in windows, several headers at once."""
 
@@ -36,18 +40,27 @@ Found = list[tuple[RunPlace, int]]
 """Runs, and in which directories, as bits, something is missing."""
 
 
-def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> Found:
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What the headers of segments say."""
+
+    runs: Found
+    unread: Mapping[int, int]
+    """Segment -> directories, as bits, whose file could not be read, or not all of it: nobody knows what is there."""
+
+
+def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> Scan:
     """The runs of these segments, in the order of ``numbers`` and of their files. Says now and then how far it is.
 
     Each with the directories, as bits, that can be read and lack its first header. What lies in the others is believed.
-    A directory that hangs or is gone is taken out, and no more is read there. Files that cannot be read hold no runs.
-    Several segments at a time: what takes long is waiting for the device.
+    A directory that hangs or is gone is taken out, and no more is read there. Several segments at a time: what takes
+    long is waiting for the device.
 
     Raises:
         OSError: the system gives no thread, no file or no memory.
     """
     pool = WorkerPool("hcache-scan", _SCAN_THREADS)
-    scans = [Future[Found]() for _ in numbers]
+    scans = [Future[tuple[Found, int]]() for _ in numbers]
     try:
         for number, scan in zip(numbers, scans, strict=True):
             pool.submit(partial(_fulfil, scan, number, volumes))
@@ -56,7 +69,9 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> Found:
             for scan in done:
                 scan.result()
             if not left:
-                return [item for scan in scans for item in scan.result()]
+                found = [scan.result() for scan in scans]
+                unread = {number: mask for number, (_, mask) in zip(numbers, found, strict=True) if mask}
+                return Scan([item for items, _ in found for item in items], unread)
             logger.info("hcache: %d of %d segments are read", len(done), len(scans))
     finally:
         for scan in scans:
@@ -64,7 +79,7 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> Found:
         pool.close(0.0)
 
 
-def _fulfil(scan: Future[Found], number: int, volumes: Sequence[Volume]) -> None:
+def _fulfil(scan: Future[tuple[Found, int]], number: int, volumes: Sequence[Volume]) -> None:
     if not scan.set_running_or_notify_cancel():
         return
     try:
@@ -73,17 +88,20 @@ def _fulfil(scan: Future[Found], number: int, volumes: Sequence[Volume]) -> None
         scan.set_exception(error)
 
 
-def _scan(number: int, volumes: Sequence[Volume]) -> Found:
+def _scan(number: int, volumes: Sequence[Volume]) -> tuple[Found, int]:
+    """The runs of a segment, and where, as bits, its file could not be read."""
     there: dict[RunPlace, int] = defaultdict(int)
-    read = 0
+    read = unread = 0
     for volume in volumes:
-        found = _places_in(volume, number, len(volumes)) if volume.health.readable else None
-        if found is not None:
-            read |= 1 << volume.stripe
-            for place, begins_part in found:
-                there[place] |= begins_part << volume.stripe
+        if not volume.health.readable:
+            continue
+        found, is_all = _places_in(volume, number, len(volumes))
+        read |= (is_all or bool(found)) << volume.stripe
+        unread |= (not is_all) << volume.stripe
+        for place, begins_part in found:
+            there[place] |= begins_part << volume.stripe
     items = [(place, _parts_of(place) & read & ~mask) for place, mask in there.items()]
-    return sorted(items, key=lambda item: item[0].age)
+    return sorted(items, key=lambda item: item[0].age), unread
 
 
 def _parts_of(place: RunPlace) -> int:
@@ -91,27 +109,25 @@ def _parts_of(place: RunPlace) -> int:
     return mask_of(stripe for stripe, size in enumerate(place.shape.part_bytes) if size)
 
 
-def _places_in(volume: Volume, number: int, num_stripes: int) -> list[tuple[RunPlace, bool]] | None:
-    """Runs of which a segment's file there has headers, and whether the first one; None: it is out."""
+def _places_in(volume: Volume, number: int, num_stripes: int) -> tuple[list[tuple[RunPlace, bool]], bool]:
+    """Runs of which a segment's file there has headers, and whether the first one; and whether all of it was read."""
     health = volume.health
     caller = DeadlineCaller("hcache-scan", health.hangs, health.returned)
-    found: list[tuple[RunPlace, bool]] = []
 
-    def read() -> None:
+    def read() -> tuple[list[tuple[RunPlace, bool]], bool]:
         file = _File(volume.directory.open_to_read(number, False), caller.goes_on)
-        found.extend(_scan_file(file, (number, volume.stripe, num_stripes)))
+        return [*_scan_file(file, (number, volume.stripe, num_stripes))], file.is_sound
 
     try:
-        caller.call(read, volume.patience_s)
+        return caller.call(read, volume.patience_s)
     except OSError as error:
         if error.errno in OWN_ERRNOS:
             raise  # it says nothing of the file, which would be deleted as one without runs
         if error.errno in GONE_ERRNOS:
             health.failed(error, writing=False)
-            return None
+        return [], error.errno in _NO_FILE_ERRNOS
     finally:
         caller.close(0.0)
-    return found
 
 
 class _File:
@@ -125,6 +141,8 @@ class _File:
         self._file = file
         self._go_on = go_on
         self._careful_until = 0
+        self.is_sound = True
+        """No read has failed."""
         self._window, self._window_at = b"", 0
         self.size = os.fstat(file.fd).st_size
 
@@ -137,6 +155,8 @@ class _File:
         except OSError as error:
             if error.errno in OWN_ERRNOS | GONE_ERRNOS:
                 raise
+            self.is_sound = False
+            self._go_on()
             if size == BLOCK:
                 return bytes(BLOCK)
             self._careful_until = offset + size

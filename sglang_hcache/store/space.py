@@ -203,26 +203,26 @@ class Space:
             unknown, first_segment = {*self._unknown}, self._saved.identity.first_segment
         if not unknown:
             return
-        files = Files.listed(first_segment, self._volumes).only(unknown)
         try:
-            places = files.runs(self._volumes)
+            contents = Files.listed(first_segment, self._volumes).only(unknown).read(self._volumes)
         except OSError as error:
             raise StoreIOError(f"cannot read the headers of segments: {error}") from error
         with self._lock:
             if self._closed:
                 return
             self._unknown -= unknown
-            census = Census(files, self._volumes, self._catalog, self._config.file_bytes)
-            for place in places:
+            census = Census(contents, self._volumes, self._catalog, self._config.file_bytes)
+            for place in contents.runs:
                 if place.segment >= self._saved.identity.first_segment:  # not cleared meanwhile
                     census.admit(place, SegmentState(), {})
+            census.keep_unread()
             for segment in census.segments.values():
                 self._trimmed(segment, segment.tidy)
                 self._catalog.add_segment(segment)
             for leftover in census.leftovers():
                 self._remover.remember(leftover)
             self._eviction.restore_cap()
-        self._observer.count("store.runs_recovered", len(places))
+        self._observer.count("store.runs_recovered", len(contents.runs))
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
@@ -254,6 +254,8 @@ class Space:
         """As :meth:`Eraser.erase`."""
         with self._lock:
             self._seal_active()
+            if self._unknown:
+                raise StoreIOError("a directory is just back, and its files are not read yet: try again")
             return self._eraser.erase(namespace_ids)
 
     def used_bytes(self) -> int:

@@ -57,42 +57,48 @@ def begin(
         OSError: this process lacks something.
     """
     catalog = Catalog(config.cost_doubling_tokens)
-    files = Files.listed(identity.first_segment, volumes)
-    places = files.runs(volumes)
-    state, problems = read_state(volumes)
+    listed = Files.listed(identity.first_segment, volumes)
+    contents = listed.read(volumes)
+    files, places = contents.files, contents.runs
+    state, problems = read_state(volumes, identity.store_id)
     for problem in problems.values():
         logger.warning("hcache: %s; it does not count", problem)
+    if places and not state.serial:
+        logger.warning(
+            "hcache: there is no %s: what was used, counted and in quarantine is forgotten", STATE_NAME
+        )
     if not any(volume.health.readable for volume in volumes):
         raise StoreIOError(
             f"cannot use {volumes[0].path} (--hcache-dirs): {volumes[0].health.reason}; nothing was changed, start "
             "again when its disk answers"
         )
     _remove_old_indexes(volumes)
-    census = Census(files, volumes, catalog, config.file_bytes)
+    census = Census(contents, volumes, catalog, config.file_bytes)
     for place in places:
         # Where nobody knows what was used last, segments count as used in the order of their numbers.
         unknown = SegmentState() if state.serial else SegmentState(last_used=place.segment)
         known = state.segments.get(place.segment, unknown)
         census.admit(place, known, state.quarantined.get(place.run_id, {}))
+    census.keep_unread()
     census.expect_uncut()
     observer.count("store.runs_recovered", len(places))
     lost = sum(lost_runs(state, files, places).values())
     if lost:
         logger.warning("hcache: %d stored runs lost their files or headers and are forgotten", lost)
         observer.count("store.runs_lost", lost)
-    highest = max([*files.numbers(), *state.segments, identity.first_segment - 1])
+    highest = max([*listed.numbers(), *state.segments, identity.first_segment - 1])
     return Start(
         saved=SavedState(volumes, identity, catalog, state),
         catalog=catalog,
         segments=list(census.segments.values()),
         leftovers=census.leftovers(),
-        next_number=highest + 1 + (0 if files.is_all else _UNSEEN_SEGMENTS * (1 + files.found.index(None))),
+        next_number=_next_number(highest, files),
         meta=state.meta,
         unsaved_bytes=_unsaved(state, files, places),
     )
 
 
-def read_state(volumes: Sequence[Volume]) -> tuple[State, dict[int, str]]:
+def read_state(volumes: Sequence[Volume], store_id: str) -> tuple[State, dict[int, str]]:
     """The newest that a directory has, nothing is known if none has one; and what is wrong with others, by stripe."""
     found, problems = [State()], {}
     for volume in volumes:
@@ -100,12 +106,23 @@ def read_state(volumes: Sequence[Volume]) -> tuple[State, dict[int, str]]:
             path = volume.path / STATE_NAME
             try:
                 text = volume.call(volume.directory.read_state, f"{path} cannot be read")
-                found += [] if text is None else [State.from_bytes(text)]
+                state = State() if text is None else State.from_bytes(text)
+                if state.serial and state.store_id != store_id:
+                    raise ValueError("it is of another store")
+                found.append(state)
             except StoreError as error:
                 problems[volume.stripe] = str(error)
             except ValueError as error:
-                problems[volume.stripe] = f"{path} is damaged: {error}"
+                problems[volume.stripe] = f"{path} cannot be used: {error}"
     return max(found, key=lambda state: state.serial), problems
+
+
+def _next_number(highest: int, files: Files) -> int:
+    """Of a segment: none that one in a directory that is out may have, nor a start that misses another directory."""
+    if files.is_all:
+        return highest + 1
+    numbers = _UNSEEN_SEGMENTS * (len(files.found) + 1)
+    return (highest // numbers + 1) * numbers + _UNSEEN_SEGMENTS * (1 + files.found.index(None))
 
 
 def _remove_old_indexes(volumes: Sequence[Volume]) -> None:

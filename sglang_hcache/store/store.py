@@ -274,7 +274,8 @@ class DiskStore:
         with self._operations.one():
             erased = self._space.erase(namespace_ids)
             self.namespaces.drop({namespace_id.hex() for namespace_id in namespace_ids})
-            self._write_down(now=True)
+            with self._saving:
+                self._saved.save_everywhere(self._meta(anew=True))
             return erased
 
     def close(self) -> None:
@@ -297,7 +298,7 @@ class DiskStore:
             return False
         try:
             self._space.close()
-            self._write_down(now=True, last=True)
+            self._write_down(last=True)
         except StoreError as error:
             logger.warning("hcache: what was used last is not saved: %s", error)
         finally:  # whatever went wrong: who opens it again must not find it locked
@@ -322,13 +323,13 @@ class DiskStore:
             "namespaces": self.namespaces.to_json(anew=anew),
         }
 
-    def _write_down(self, *, now: bool = False, last: bool = False) -> None:
+    def _write_down(self, *, last: bool = False) -> None:
         self._used_bytes = self._space.used_bytes()
         # On a disk that is full it is tried, and no failure.
-        is_needed = now or any(volume.health.writable for volume in self._volumes)
+        is_needed = last or any(volume.health.writable for volume in self._volumes)
         # What one thread has dropped, another one must not write after it.
         with contextlib.nullcontext() if is_needed else contextlib.suppress(StoreError), self._saving:
-            self._saved.save(self._meta(anew=now), now=now, last=last)
+            self._saved.save(self._meta(anew=last), last=last)
 
 
 @contextlib.contextmanager

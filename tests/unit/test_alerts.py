@@ -72,6 +72,7 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheDirectoryIdle", FULL | HEALTHY | OTHER_TAKES, 59, False),
         ("HCacheDirectoryIdle", FULL | HEALTHY | OTHER_TAKES, 61, True),
         ("HCacheDirectoryIdle", FULL | SICK | OTHER_TAKES, 90, False),
+        ("HCacheDirectoryIdle", FULL | HEALTHY, 90, False),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0x120"), 90, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0+0.1x120"), 90, False),
         ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),

@@ -276,7 +276,7 @@ def _fsck(
         bool,
         typer.Option(
             "--rebuild",
-            help="Check all headers, write missing superblocks and the state anew, add replaced disks; then check.",
+            help="Find all runs by their headers anew, write missing superblocks, add replaced disks; then check.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -151,8 +151,9 @@ class Starter:
     def _be_patient(self, refused: Ticket) -> None:
         """It found no room: it waits for that, but not behind others for ever, nor if nothing will make room."""
         now = self._waiting.clock()
-        # With nobody before it there is none for its prefill either, which needs more, before one that runs has ended.
-        if refused.refused_since is None or (not self._before and self._scheduler.is_running()):
+        if refused.refused_since is None:
+            if not self._before and self._scheduler.is_running():
+                return  # there is none for its prefill either, which needs more, before one that runs has ended
             refused.refused_since = now
         if now - refused.refused_since >= _REFUSED_LIMIT_S:
             self._observer.count("restore.no_slots")

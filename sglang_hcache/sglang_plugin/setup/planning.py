@@ -82,15 +82,17 @@ def differences(profile: Profile, shape: ModelShape, machine: str) -> list[str]:
 
 
 def mix_on(disk: DiskStore, shape: ModelShape) -> tuple[Method, ...] | None:
-    """What layers of the newest chunks on ``disk`` store; None: there are none, they are of another model, or hidden
-    states are not the smaller ones. To be asked before costs are measured, for which other chunks are written.
+    """What layers of the newest chunks on ``disk`` of a model of this ``shape`` store; None: there are none, or hidden
+    states are not the smaller ones.
     """
     hidden_bytes, kv_bytes = CHUNK_TOKENS * shape.hidden_row_bytes, CHUNK_TOKENS * shape.kv_row_bytes
     if hidden_bytes >= kv_bytes:
         return None
-    sizes, layer_bytes = {hidden_bytes: Method.HIDDEN, kv_bytes: Method.KV}, disk.stats().layer_bytes
-    mix = tuple(sizes[size] for size in layer_bytes if size in sizes)
-    return mix if len(mix) == len(layer_bytes) == shape.num_layers else None
+    methods = {hidden_bytes: Method.HIDDEN, kv_bytes: Method.KV}
+    for layout in disk.stats().layouts:
+        if len(layout) == shape.num_layers and methods.keys() >= {*layout}:
+            return tuple(methods[size] for size in layout)
+    return None
 
 
 def choose_stored(

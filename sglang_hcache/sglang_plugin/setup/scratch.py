@@ -14,6 +14,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.pipeline import NUM_READERS, STEP_BYTES, layers_of_steps
 from sglang_hcache.store import DiskStore, Run
+from sglang_hcache.store.config import SCRATCH_NAMESPACE
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -96,7 +97,7 @@ class ScratchReads:
         for index, key in enumerate(self._keys):
             slot = tiers.reserve()
             assert slot is not None
-            tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
+            tiers.seal(slot, ChunkInfo(key, bytes(32), index, SCRATCH_NAMESPACE))
         return tiers
 
     def _fill_disk(self, disk: DiskStore) -> None:
@@ -104,5 +105,5 @@ class ScratchReads:
         for first in range(0, len(self._keys), RUN_CHUNKS):
             keys = tuple(self._keys[first : first + RUN_CHUNKS])
             rows = np.random.default_rng(first).integers(0, 256, (len(keys), size), dtype=np.uint8)
-            run = Run(bytes(16), keys, first, self._layout.chunk_layer_bytes)
+            run = Run(SCRATCH_NAMESPACE, keys, first, self._layout.chunk_layer_bytes)
             disk.write_run(run, lambda _layer, rows=rows: list(rows))

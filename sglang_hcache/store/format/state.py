@@ -36,6 +36,8 @@ class SegmentState:
 class State:
     """Of several copies the one with the highest serial number counts."""
 
+    store_id: str = ""
+    """Of whom it is."""
     serial: int = 0
     """0: nothing is known."""
     segments: Mapping[int, SegmentState] = field(default_factory=dict)
@@ -49,6 +51,7 @@ class State:
     def to_bytes(self) -> bytes:
         """A line of JSON, and a line with its digest."""
         fields = {
+            "store_id": self.store_id,
             "serial": self.serial,
             "segments": {
                 number: [item.last_used, item.score, item.runs] for number, item in self.segments.items()
@@ -74,6 +77,7 @@ class State:
         if not isinstance(serial, int) or not 0 < serial < MAX_COUNT:
             raise ValueError("it has no serial number")
         return cls(
+            str(found.get("store_id")),
             serial,
             _built(_segments_of, found.get("segments")),
             frozenset(_built(_numbers_of, found.get("going"))),
@@ -106,7 +110,10 @@ def _segments_of(found: dict[str, Any]) -> dict[int, SegmentState]:
     return {
         number: item
         for number, item in segments.items()
-        if 0 <= number <= MAX_SEGMENT and 0 <= item.last_used < MAX_COUNT and 0 <= item.score < math.inf
+        if 0 <= number <= MAX_SEGMENT
+        and 0 <= item.last_used < MAX_COUNT
+        and 0 <= item.score < math.inf
+        and item.runs >= 0
     }
 
 
@@ -117,7 +124,7 @@ def _numbers_of(found: list[Any]) -> dict[int, None]:
 def _quarantined_of(found: dict[str, Any]) -> dict[bytes, dict[int, str]]:
     return {
         bytes.fromhex(run_id): {
-            int(chunk): str(why) for chunk, why in marks.items() if int(chunk) < MAX_CHUNKS
+            int(chunk): str(why) for chunk, why in marks.items() if 0 <= int(chunk) < MAX_CHUNKS
         }
         for run_id, marks in found.items()
     }

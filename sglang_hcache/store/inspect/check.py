@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.format.names import OLD_INDEX_NAMES, PROBE_NAME, STATE_TMP_NAME, SUPERBLOCK_TMP_NAME
+from sglang_hcache.store.format.names import (
+    OLD_INDEX_NAMES,
+    PROBE_NAME,
+    STATE_NAME,
+    STATE_TMP_NAME,
+    SUPERBLOCK_TMP_NAME,
+)
 from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.health import Condition
@@ -41,6 +47,9 @@ def check(view: StoreView) -> list[Finding]:
     findings += [
         Finding(what, f"`{GC}` writes it anew, and so does a server") for what in view.state_problems
     ]
+    if view.places and not view.state.serial and not view.state_problems:
+        what = f"there is no {STATE_NAME}: what was used, counted and in quarantine is not known"
+        findings.append(Finding(what, f"`{GC}` writes one, and so does a server", is_error=False))
     findings += _lost(view)
     if view.lock_holder is None:
         findings += _strays(view)
@@ -58,6 +67,9 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
         if health.reason.startswith("it is empty"):
             fix = f"mount its disk, or if it was replaced run `{REBUILD}`, which takes the empty directory in"
         yield Finding(f"{path}: {health.reason}", fix)
+    elif not health.readable:
+        yield Finding(f"{path}: {health.reason}", "check its device")
+        return
     elif item.superblock.identity.epoch < view.identity.epoch:
         what = f"{path}: its superblock is older than others, for the directory was out when they changed"
         yield Finding(what, "none needed: the newest counts", is_error=False)

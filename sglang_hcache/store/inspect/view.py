@@ -16,13 +16,12 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
-from sglang_hcache.store.census import Files, lost_runs
+from sglang_hcache.store.census import Contents, Files, lost_runs
 from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.state import State, read_value
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.notes import Notes
-from sglang_hcache.store.scan import Found
 from sglang_hcache.store.start import read_state
 from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition
@@ -84,8 +83,7 @@ class StoreView:
     def __init__(
         self,
         sight: Sight,
-        files: Files,
-        found: Found,
+        contents: Contents,
         state: State,
         state_problems: Sequence[str],
         lock_holder: LockHolder | None,
@@ -93,15 +91,17 @@ class StoreView:
         self.sight = sight
         self.identity: StoreIdentity = sight.identity
         self.volumes = sight.volumes
-        self.files = files
+        self.files = contents.files
         self.state = state
         self.state_problems = state_problems
         """What is wrong with copies of it."""
-        self.places = [place for place, missing in found if not missing]
+        self.places = contents.runs
         """Of the runs that are complete in the directories that can be read, by age."""
-        self.lost = lost_runs(state, files, self.places)
+        self.lost = lost_runs(state, self.files, self.places)
         """How many runs a segment has lost."""
-        self.torn = {place: missing for place, missing in found if missing and place.segment in self.lost}
+        self.torn = {
+            place: missing for place, missing in contents.found if missing and place.segment in self.lost
+        }
         """Runs in such segments of which something is left, and in which directories, as bits, nothing is."""
         self.lock_holder = lock_holder
         """Process that uses the store; None if none does."""
@@ -118,11 +118,10 @@ class StoreView:
         sight = look_at(dirs)
         holder = _lock_holder(sight)
         try:
-            before, _ = read_state(sight.volumes)
-            files = Files.listed(sight.identity.first_segment, sight.volumes)
-            found = files.scan(sight.volumes)
-            after, problems = read_state(sight.volumes)
-            return cls(sight, files, found, _meanwhile(before, after), [*problems.values()], holder)
+            before, _ = read_state(sight.volumes, sight.identity.store_id)
+            contents = Files.listed(sight.identity.first_segment, sight.volumes).read(sight.volumes)
+            after, problems = read_state(sight.volumes, sight.identity.store_id)
+            return cls(sight, contents, _meanwhile(before, after), [*problems.values()], holder)
         except BaseException:
             sight.close()
             raise
@@ -193,16 +192,16 @@ class StoreView:
 
     def runs(self) -> list[RunInfo]:
         """All runs, oldest first."""
-        return self._described(self.places)
+        return self._described(self.places, 1)
 
     def torn_runs(self) -> list[RunInfo]:
         """Those of :attr:`torn`."""
-        return self._described(self.torn)
+        return self._described(self.torn, len(self.places) + 1)
 
-    def _described(self, places: Iterable[RunPlace]) -> list[RunInfo]:
+    def _described(self, places: Iterable[RunPlace], first: int) -> list[RunInfo]:
         out = {volume.stripe for volume in self.volumes if not volume.health.readable}
         found = []
-        for number, place in enumerate(places, 1):
+        for number, place in enumerate(places, first):
             marks = self.state.quarantined.get(place.run_id, {})
             quarantined = {chunk: why for chunk, why in marks.items() if chunk < len(place.keys)}
             found.append(RunInfo(number, place, quarantined, out.isdisjoint(place.shape.members)))

@@ -30,6 +30,11 @@ def kill(store: DiskStore) -> None:
         volume.directory.lock.release()
 
 
+def save(store: DiskStore) -> None:
+    """Write the state down now."""
+    store._saved.save_everywhere(store._meta(anew=True))
+
+
 def open_when_unlocked(config: StoreConfig) -> DiskStore:
     """The store of ``config``, as soon as whatever held its directories has let them go."""
     opened: list[DiskStore] = []

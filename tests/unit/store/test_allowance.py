@@ -30,7 +30,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import kill
+from tests.unit.store.conftest import kill, save
 
 OpenStore = Callable[..., DiskStore]
 MIB = 2**20
@@ -255,14 +255,32 @@ def test_what_was_written_since_the_last_state_counts_after_a_kill(
         for number in range(3):
             write_keys(store, make_keys(100 * turn + number, 1), layers)
             if (turn, number) in ((0, 0), (1, 2), (3, 1)):
-                store._write_down(now=True)
+                save(store)
         written = store.stats().written_today_bytes
         assert written == 3 * (turn + 1) * 32_768
         if turn == 4:
             inside = Inside(store)
             inside.catalog.quarantine(inside.run_of(make_keys(400, 1)[0]), {0: "bad"})
-            store._write_down(now=True)
+            save(store)
         kill(store)
     for folder in config.dirs:
         (folder / "state.json").unlink()
     assert open_store(config).stats().written_today_bytes == 0, "then nobody knows"
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_an_eviction_hides_nothing_that_was_written_before_a_kill(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    """It writes a state for itself, which knows no more of what was written than the one before."""
+    config = replace(small_config(tmp_path), write_budget_bytes=10**9)
+    store = open_store(config)
+    for number in range(8):
+        write_keys(store, make_keys(10 * number, 4), (8192, 4096, 8192))
+    save(store)
+    for number in range(8, 14):
+        write_keys(store, make_keys(10 * number, 4), (8192, 4096, 8192))
+    written = store.stats().written_today_bytes
+    assert store.evict_one()
+    kill(store)
+    assert open_store(config).stats().written_today_bytes >= written

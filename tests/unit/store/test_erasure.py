@@ -57,7 +57,12 @@ def traces(config: StoreConfig) -> Iterator[str]:
     """What is left of the namespace that goes, in any file."""
     numbers = [number for number in range(RUNS) if namespace_of(number) == GOING]
     payloads = [bytes(chunk_payload(key, 0, 64)) for number in numbers for key in keys_of(number)]
-    secrets = [GOING, *(key for number in numbers for key in keys_of(number)), *payloads]
+    secrets = [
+        GOING,
+        GOING.hex().encode(),
+        *(key for number in numbers for key in keys_of(number)),
+        *payloads,
+    ]
     for directory in config.dirs:
         for path in directory.iterdir():
             data = path.read_bytes()
@@ -213,17 +218,21 @@ def test_a_file_that_cannot_be_deleted_is_an_error(
         erase(closed.dirs, {GOING})
 
 
+@pytest.mark.parametrize("failing", [(0, 1), (0,), (1,)])
 def test_a_state_that_cannot_be_written_is_an_error(
-    closed: StoreConfig, monkeypatch: pytest.MonkeyPatch, open_store: OpenStore
+    closed: StoreConfig, monkeypatch: pytest.MonkeyPatch, open_store: OpenStore, failing: tuple[int, ...]
 ) -> None:
     """It says whose the namespace was."""
+    write_state, sick = StoreDirectory.write_state, {closed.dirs[index] for index in failing}
 
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def fail(self: StoreDirectory, text: bytes) -> None:
+        if self.path in sick:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write_state(self, text)
 
     with monkeypatch.context() as patch:
         patch.setattr(StoreDirectory, "write_state", fail)
-        with pytest.raises(StoreIOError, match=r"cannot write the state|takes writes"):
+        with pytest.raises(StoreIOError, match=r"cannot write the state|takes writes|older state"):
             erase(closed.dirs, {GOING})
     erase(closed.dirs, {GOING})
     assert_only_others_are_left(closed, open_store)

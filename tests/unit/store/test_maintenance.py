@@ -32,7 +32,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import CHUNKS, flip, keys_of, kill, served, state_of, wait_until
+from tests.unit.store.conftest import CHUNKS, flip, keys_of, kill, save, served, state_of, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 4096)
@@ -123,7 +123,7 @@ Damage = Callable[[Path, Path], None]
         (bad_header, "disk1/segment-00000001.seg: 1 run is without the header", "gc"),
         (stray_segment, "disk0: segments of no run: segment-00000077.seg", "gc"),
         (temporary, "disk1: left behind by a crash: state.tmp, superblock.tmp", "gc"),
-        (bad_state, "disk0/state.json is damaged: its digest does not match", "gc"),
+        (bad_state, "disk0/state.json cannot be used: its digest does not match", "gc"),
         (stranger, "disk0: holds other files: thesis.tex", "move them"),
     ],
 )
@@ -203,7 +203,7 @@ def test_what_is_killed_while_it_writes_a_run_is_no_fault(
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, keys_of(0), LAYERS)
-    store._write_down(now=True)
+    save(store)
     assert state_of(config.dirs[0]).segments[0].runs == 1
     run, after = (
         Inside(store).space.reserve(make_run(keys, LAYERS)) for keys in (keys_of(1), make_keys(900, 1))

@@ -145,7 +145,7 @@ def test_the_headers_by_which_a_run_is_found_come_last(
     def found() -> int:
         sight = look_at(config.dirs)
         try:
-            return len(Files.listed(0, sight.volumes).runs(sight.volumes))
+            return len(Files.listed(0, sight.volumes).read(sight.volumes).runs)
         finally:
             sight.close()
 

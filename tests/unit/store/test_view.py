@@ -116,7 +116,7 @@ def test_health_that_makes_no_sense_is_not_shown(tmp_path: Path, open_store: Ope
     config = small_config(tmp_path)
     store = open_store(config)
     for told in ("[" * 10**5, "{", "[[]]", '[["ill", ""]]', "7"):
-        Inside(store).saved.save({"health": told}, now=True)
+        Inside(store).saved.save_everywhere({"health": told})
         with StoreView.open(config.dirs) as view:
             assert [item.condition for item in view.directories()] == ["healthy"]
 

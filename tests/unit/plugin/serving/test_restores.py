@@ -157,7 +157,7 @@ class Scheduler:
     def look_again(self) -> None:
         self.looks += 1
 
-    def doze(self, bell: int) -> None:
+    def doze(self, bell: int | None) -> None:
         time.sleep(0.002)
 
     def reserved_tokens(self) -> int:

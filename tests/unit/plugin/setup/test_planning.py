@@ -240,7 +240,7 @@ def stored(
     if disk is not None:
         sizes = {HIDDEN: 64 * shape.hidden_row_bytes, KV: 64 * shape.kv_row_bytes}
         layer_bytes = tuple(sizes[method] for method in methods)
-        run = Run(bytes(16), (secrets.token_bytes(32),), 0, layer_bytes)
+        run = Run(b"a namespace 4567", (secrets.token_bytes(32),), 0, layer_bytes)
         disk.write_run(run, lambda layer: [np.zeros(layer_bytes[layer], np.uint8)])
     return Split.of(methods)
 

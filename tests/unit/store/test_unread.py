@@ -1,0 +1,230 @@
+"""Files that cannot be read while headers are looked for: nobody knows what is in them, so none is deleted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.inspect.check import check
+from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.space import Space
+from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.stored_chunks import (
+    NAMESPACE_ID,
+    make_keys,
+    match_keys,
+    read_keys,
+    small_config,
+    write_keys,
+)
+from tests.unit.store.conftest import conditions, sick, wait_until
+from tests.unit.store.test_slow_start import Hang, Opening, hang
+
+__all__ = ["hang"]
+SIZES = (8192, 4096, 8192)
+RUNS = [make_keys(10 * index, 4) for index in range(8)]
+
+
+def write_without(
+    config: StoreConfig, out: int | None, runs: Sequence[Sequence[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open it while directory ``out`` is, write, and close it."""
+    with monkeypatch.context() as patch:
+        if out is not None:
+            sick({config.dirs[out].name}, patch)
+        store = DiskStore.open(replace(config, retry_s=50.0), Counters())
+        for keys in runs:
+            write_keys(store, keys, SIZES)
+        store.close()
+
+
+def only_in_second(base: Path, monkeypatch: pytest.MonkeyPatch) -> StoreConfig:
+    """All runs lie in the second directory."""
+    config = small_config(base, 2)
+    write_without(config, None, [], monkeypatch)
+    write_without(config, 0, RUNS, monkeypatch)
+    return config
+
+
+@contextmanager
+def failing_reads(monkeypatch: pytest.MonkeyPatch, path: str, until: int, seconds: float) -> Iterator[None]:
+    """Of segments whose path ends so, up to an offset, after so long."""
+    pread = os.pread
+
+    def bad_pread(fd: int, size: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(path) and offset < until:
+            time.sleep(seconds)
+            raise OSError(errno.EIO, "bad sector")
+        return pread(fd, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", bad_pread)
+        yield
+
+
+def found(store: DiskStore) -> int:
+    return sum(match_keys(store, keys) == len(keys) for keys in RUNS)
+
+
+def test_a_directory_that_hangs_meanwhile_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Hang
+) -> None:
+    config = only_in_second(tmp_path, monkeypatch)
+    hang.folder = config.dirs[1]
+    store = Opening(replace(config, io_timeout_s=2.0)).result()
+    assert conditions(store) == ["healthy", "out"]
+    hang.let_go()
+    wait_until(lambda: found(store) == len(RUNS))
+    for keys in RUNS:
+        read_keys(store, keys)
+    store.close()
+
+
+def test_also_one_that_hangs_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Hang
+) -> None:
+    config = only_in_second(tmp_path, monkeypatch)
+    with monkeypatch.context() as patch:
+        sick({config.dirs[1].name}, patch)
+        store = DiskStore.open(replace(config, io_timeout_s=1.0), Counters())
+        hang.folder = config.dirs[1]
+    wait_until(lambda: conditions(store)[1] == "healthy")
+    wait_until(lambda: conditions(store)[1] == "out")
+    hang.let_go()
+    wait_until(lambda: found(store) == len(RUNS))
+    store.close()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_files_that_cannot_be_read_for_a_while_are_served_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    config = small_config(tmp_path)
+    write_without(config, None, RUNS, monkeypatch)
+    before = {path: path.stat().st_size for path in config.dirs[0].glob("*.seg")}
+    with monkeypatch.context() as patch:
+        if not is_open:
+
+            def fail(*_: object) -> None:
+                raise OSError(errno.EIO, "bad sector")
+
+            patch.setattr(StoreDirectory, "open_to_read", fail)
+        with failing_reads(patch, ".seg", 2**60, 0.0):
+            store = DiskStore.open(config, Counters())
+    assert found(store) == 0
+    assert store.stats().used_bytes > sum(before.values()), "they count"
+    store.close()
+    assert {path: path.stat().st_size for path in before} == before
+    store = DiskStore.open(config, Counters())
+    assert found(store) == len(RUNS)
+    for keys in RUNS:
+        read_keys(store, keys)
+    store.close()
+
+
+def test_they_go_when_their_room_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path)
+    write_without(config, None, RUNS, monkeypatch)
+    before = [*config.dirs[0].glob("*.seg")]
+    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+        store = DiskStore.open(config, Counters())
+    write_keys(store, make_keys(1000, 4), SIZES)
+    for _ in before:
+        assert store.evict_one()
+    assert not [path for path in before if path.exists()]
+    assert match_keys(store, make_keys(1000, 4)) == 4
+    store.close()
+
+
+def test_many_bad_blocks_one_after_the_other_take_no_directory_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an answer of the device."""
+    config = replace(small_config(tmp_path, segment=2**20), io_timeout_s=2.0)
+    write_without(config, None, RUNS, monkeypatch)
+    first = min(config.dirs[0].glob("*.seg"))
+    with failing_reads(monkeypatch, first.name, 2**18, 0.06):
+        store = DiskStore.open(config, Counters())
+    assert conditions(store) == ["healthy"]
+    store.close()
+
+
+def test_a_file_of_many_headers_may_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than one operation may."""
+    config = replace(small_config(tmp_path, segment=2**22, size=2**25), io_timeout_s=1.0)
+    runs = [make_keys(10 * index, 1) for index in range(40)]
+    store = DiskStore.open(config, Counters())
+    for keys in runs:
+        write_keys(store, keys, (90_000,))
+    store.close()
+    pread = os.pread
+
+    def slow_pread(fd: int, size: int, offset: int) -> bytes:
+        time.sleep(0.06 if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg") else 0.0)
+        return pread(fd, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", slow_pread)
+        store = DiskStore.open(config, Counters())
+    assert conditions(store) == ["healthy"]
+    assert all(match_keys(store, keys) for keys in runs)
+    store.close()
+
+
+def test_starts_that_miss_different_directories_use_different_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    write_without(config, None, [], monkeypatch)
+    runs = [[make_keys(1000 * turn + 10 * index, 4) for index in range(8)] for turn in range(4)]
+    for turn, of_turn in enumerate(runs):
+        write_without(config, turn % 2, of_turn, monkeypatch)
+    store = DiskStore.open(config, Counters())
+    assert all(match_keys(store, keys) == 4 for of_turn in runs for keys in of_turn)
+    store.close()
+
+
+def test_nothing_is_erased_while_a_directory_that_is_back_has_not_been_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = only_in_second(tmp_path, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "take_in", lambda _self: None)
+        with monkeypatch.context() as without:
+            sick({config.dirs[1].name}, without)
+            store = DiskStore.open(config, Counters())
+        wait_until(lambda: conditions(store)[1] == "healthy")
+        with pytest.raises(StoreIOError, match="not read yet"):
+            store.erase([NAMESPACE_ID])
+    wait_until(lambda: found(store) == len(RUNS))
+    assert store.erase([NAMESPACE_ID]).runs == len(RUNS)
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["hangs", "is gone"])
+def test_a_check_names_a_directory_that_went_out_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    config = small_config(tmp_path, 2)
+    write_without(config, None, RUNS, monkeypatch)
+    pread, error = os.pread, errno.ETIMEDOUT if how == "hangs" else errno.ENODEV
+
+    def bad_pread(fd: int, size: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg"):
+            raise OSError(error, os.strerror(error))
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", bad_pread)
+    with StoreView.open(config.dirs) as view:
+        errors = [finding.what for finding in check(view) if finding.is_error]
+    assert [what.partition(":")[0] for what in errors] == [*map(str, config.dirs)]
