@@ -226,8 +226,8 @@ def _clear(
     --namespace needs all directories. Chunks that share a file with other namespaces are replaced by a hole in it, or
     by zeros if the file system does not support holes. If the command is killed or fails, run it again.
 
-    --any-format leaves directories in which a server can create a new store. A directory in which no store ever was, as
-    when its disk is not mounted, is refused.
+    --any-format leaves directories in which a server can create a new store. If one of them holds no store, because
+    its disk is not mounted or it was deleted before, nothing is deleted.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import clear, erase, refuse_if_locked

@@ -184,11 +184,11 @@ class OwnFiles:
 
 
 def look_for_own(dirs: Sequence[Path]) -> list[OwnFiles]:
-    """What :func:`wipe` would delete; of a directory without any there is nothing to say.
+    """What :func:`wipe` would delete.
 
     Raises:
         StoreLockedError: a server runs.
-        StoreFormatError: no store is or was in one of them.
+        StoreFormatError: no store is in one of them.
         StoreIOError: one is missing or sick.
     """
     with _locked(dirs):
@@ -198,19 +198,19 @@ def look_for_own(dirs: Sequence[Path]) -> list[OwnFiles]:
 def wipe(dirs: Sequence[Path]) -> list[OwnFiles]:
     """Delete the store's own files but for ``lock``, which may be somebody's by now; others' files stay.
 
-    A superblock goes last: who is killed can do it again.
+    Superblocks go last, when nothing else is left in any directory: who is killed can do it again.
 
     Raises:
         StoreLockedError: a server runs.
-        StoreFormatError: no store is or was in one of them; nothing is deleted.
+        StoreFormatError: no store is in one of them; nothing is deleted.
         StoreIOError: one is missing or sick, or a file cannot be deleted.
     """
     with _locked(dirs):
         own = {path: _own(path) for path in dirs}
         done = [_counted(path, files) for path, files in own.items()]
-        for files in own.values():
-            for file in sorted(files, key=lambda file: file.name == SUPERBLOCK_NAME):
-                file.unlink(missing_ok=True)
+        every = [file for files in own.values() for file in files]
+        for file in sorted(every, key=lambda file: file.name == SUPERBLOCK_NAME):
+            file.unlink(missing_ok=True)
         return done
 
 
@@ -235,8 +235,8 @@ def _own(path: Path) -> dict[Path, int]:
     """The store's files in a directory with allocated bytes, but for the lock.
 
     Raises:
-        StoreFormatError: there are such files but no superblock: they may be of another program. Or no store was ever
-            here, or those of ranks are below.
+        StoreFormatError: there are such files but no superblock: they may be of another program. Or there are none, or
+            stores of ranks are below.
         OSError: it cannot be asked.
     """
     directory = StoreDirectory(path)
@@ -253,9 +253,13 @@ def _own(path: Path) -> dict[Path, int]:
         raise StoreFormatError(
             f"{path} has no {SUPERBLOCK_NAME}: are its files of a store? Delete them by hand"
         )
-    # A wiped store leaves its lock. Without it this may be a disk that is not mounted, which would pass for purged.
-    if not files and not ranks and not os.path.lexists(path / LOCK_NAME):
-        why = "it is empty: is its disk mounted?" if directory.is_empty() else "is it the right directory?"
+    # A lock is no sign of a store: on the mount point of a disk that is not mounted it would pass for a purged one.
+    if not files:
+        why = "is it the right directory?"
+        if ranks or os.path.lexists(path / LOCK_NAME):
+            why = "is its disk mounted? If its store was deleted before, name only the others"
+        elif directory.is_empty():
+            why = "it is empty: is its disk mounted?"
         raise StoreFormatError(f"{path} holds no store; {why}")
     return files
 

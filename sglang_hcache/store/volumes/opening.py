@@ -47,8 +47,12 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         known = [item for item in found if item.superblock is not None]
         _check_damage(found, bool(known))
         identity = agreed_at_start(found) if known else _new_identity(volumes, config)
-        volumes = [item.volume for item in in_place(found, identity.num_stripes)]
-        for volume in volumes:
+        found = in_place(found, identity.num_stripes)
+        volumes = [item.volume for item in found]
+        for item in found:
+            volume = item.volume
+            if known and item.superblock is None:
+                _acquire(volume, identity)
             if volume.health.readable:
                 _ready(volume, identity, is_new=not known)
             volume.health.has_worked = volume.health.readable
@@ -129,18 +133,44 @@ def check_may_begin(path: Path) -> None:
 
 
 def _acquire_all(volumes: Sequence[Volume]) -> list[Found]:
-    """In the order of their paths: else two servers that name them differently could each lock some, and both fail."""
+    """In the order of their paths: else two servers that name them differently could each lock some, and both fail.
+
+    Of a store that exists only what has a superblock: whether the disks of the others are mounted is not known yet.
+    """
     in_order = sorted(volumes, key=lambda item: os.path.abspath(item.path))
-    found = {volume: _acquire(volume) for volume in in_order}
-    return [found[volume] for volume in volumes]
+    begun = {volume for volume in in_order if _has_begun(volume)}
+    found = {volume: _acquire(volume) for volume in in_order if not begun or volume in begun}
+    return [found.get(volume, Found(volume)) for volume in volumes]
 
 
-def _acquire(volume: Volume) -> Found:
-    """Lock the directory and read its superblock; a device that fails, or is not mounted, is taken out."""
+def _has_begun(volume: Volume) -> bool:
+    """Whether it has a superblock; a device that fails, or is not mounted as listed, is taken out."""
+
+    def look() -> bool:
+        check_may_begin(volume.path)
+        return has_superblock(volume.path)
+
+    try:
+        return volume.attempt(look)
+    except OSError as error:
+        volume.health.take_out(error.strerror or str(error))
+        return False
+
+
+def _acquire(volume: Volume, identity: StoreIdentity | None = None) -> Found:
+    """Lock the directory and read its superblock; a device that fails is taken out, and one that is out stays so.
+
+    Args:
+        identity: of the store to which the directory belongs, if it has no superblock that says so: it is not made or
+            locked where its disk is not mounted.
+    """
     directory = volume.directory
+    if not volume.health.readable:
+        return Found(volume)
 
     def acquire() -> None:
-        check_may_begin(directory.path)
+        if identity is not None:
+            _check_mounted(directory, identity.file_systems[volume.stripe])
         directory.acquire()
 
     try:

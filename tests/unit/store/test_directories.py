@@ -27,6 +27,7 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
+from sglang_hcache.store.inspect.maintenance import wipe
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -462,23 +463,37 @@ def test_an_emptied_directory_is_taken_in_again_and_its_chunks_are_misses(
     assert len(list(config.dirs[1].glob("segment-*"))) == 1
 
 
+@pytest.mark.parametrize("below", ["", "some/folder"])
 def test_the_mount_point_of_a_disk_that_is_not_mounted_is_not_written_to(
-    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture, below: str
 ) -> None:
-    """The file system is told by its id; here the superblock remembers another one."""
-    config = stored(tmp_path, 2, open_store)
+    """The file system is told by its id; here the superblock remembers another one. Nor is it taken for purged."""
+    point = tmp_path / "point"
+    config = replace(small_config(tmp_path, 2), dirs=(tmp_path / "disk0", point / below))
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), (4096,) * 4)
+    store.close()
     path = config.dirs[0] / "superblock.json"
     block = json.loads(path.read_text())
     path.write_text(json.dumps({**block, "epoch": 9, "file_systems": [block["file_systems"][0], 4711]}))
-    for item in config.dirs[1].iterdir():
-        item.unlink()
+    point.rename(tmp_path / "away")
+    point.mkdir()
     store = open_store(config)
     assert [item.condition for item in store.stats().directories] == ["healthy", "out"]
     assert "is the disk mounted?" in caplog.text
     assert match_keys(store, make_keys(0, 2)) == 0
     write_keys(store, make_keys(10, 2), (4096,) * 4)
     read_keys(store, make_keys(10, 2))
-    assert {item.name for item in config.dirs[1].iterdir()} == {"lock"}
+    store.close()
+    assert not list(point.iterdir())
+    with pytest.raises(StoreError, match="is not a directory" if below else "holds no store; it is empty"):
+        wipe(config.dirs)
+    (point / "lock").touch()  # as an earlier version left it
+    with pytest.raises(
+        StoreError, match="is not a directory" if below else r"holds no store; is its disk mounted\?"
+    ):
+        wipe(config.dirs)
+    assert list(config.dirs[0].glob("segment-*"))
 
 
 def test_segments_without_a_superblock_at_start_are_left_to_fsck(

@@ -52,7 +52,8 @@ def test_it_asks_and_deletes_only_what_is_of_the_store(
     assert code == 0
     assert [item["files"] for item in json.loads(out)["directories"]] == [3, 3]
     assert [names(path) for path in dirs] == [{"lock", "notes.txt"}, {"lock"}]
-    assert hcache("clear", "--any-format", "--yes", *dirs)[0] == 0, "again, as after a kill"
+    code, _, err = hcache("clear", "--any-format", "--yes", *dirs)
+    assert (code, "holds no store; is its disk mounted? If its store was deleted before" in err) == (2, True)
     (dirs[0] / "notes.txt").unlink()
     DiskStore.open(small_config(dirs[0].parent, 2), Counters()).close()
 
@@ -108,4 +109,26 @@ def test_what_ranks_stored_does_not_pass_for_deleted(hcache: Hcache, tmp_path: P
         (path / "kept").rename(path / "superblock.json")
     assert hcache("clear", "--any-format", "--yes", tmp_path / "tp")[0] == 0
     assert [names(path) for path in ranks] == [{"lock"}] * 2
-    assert hcache("clear", "--any-format", "--yes", tmp_path / "tp")[0] == 0, "again, as after a kill"
+    code, _, err = hcache("clear", "--any-format", "--yes", tmp_path / "tp")
+    assert (code, "holds no store; is its disk mounted?" in err) == (2, True)
+
+
+def test_one_that_was_killed_can_be_done_again(
+    hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "superblock.json":
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        hcache("clear", "--any-format", "--yes", *dirs)
+    assert [names(path) for path in dirs] == [
+        {"lock", "notes.txt", "superblock.json"},
+        {"lock", "superblock.json"},
+    ]
+    assert hcache("clear", "--any-format", "--yes", *dirs)[0] == 0
+    assert [names(path) for path in dirs] == [{"lock", "notes.txt"}, {"lock"}]
