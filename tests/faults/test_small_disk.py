@@ -19,6 +19,7 @@ from sglang_hcache.core.errors import StoreError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
 from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
@@ -270,6 +271,8 @@ def test_a_file_system_that_aborts(
         store.clear()  # noted in memory only
     assert served(store, range(10)) == []
     store.close()
+    with StoreView.open(config.dirs) as view:
+        assert [item.condition for item in view.directories()] == ["read-only"]
 
 
 def test_where_nothing_can_be_preallocated_no_block_is_written_for_it(

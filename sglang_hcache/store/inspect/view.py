@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import Sight, look_at
+from sglang_hcache.store.volumes.mounts import is_read_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +286,7 @@ def _lock_holder(sight: Sight) -> LockHolder | None:
 
 def _mounted(path: Path) -> tuple[str, str]:
     """Condition and reason of a directory that answers."""
-    try:
-        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-    except OSError:
-        return str(Condition.HEALTHY), ""
-    return (
-        (str(Condition.READ_ONLY), "its file system is read-only")
-        if read_only
-        else (str(Condition.HEALTHY), "")
-    )
+    with contextlib.suppress(OSError):
+        if is_read_only(path):
+            return str(Condition.READ_ONLY), "its file system is read-only"
+    return str(Condition.HEALTHY), ""

@@ -17,6 +17,7 @@ from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place, ranks_in
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
+from sglang_hcache.store.volumes.mounts import is_read_only
 from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0
@@ -40,7 +41,7 @@ class SeenDirectory(StoreDirectory):
         """Whether the directory can be made, or, if it is ours, made writable. Raises OSError."""
         place = self.place()
         number = 0
-        if os.statvfs(place).f_flag & os.ST_RDONLY:
+        if is_read_only(place):
             number = errno.EROFS
         elif place != self.path and not os.access(place, os.W_OK | os.X_OK):
             number = errno.EACCES

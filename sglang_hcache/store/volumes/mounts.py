@@ -11,6 +11,8 @@ from pathlib import Path
 
 _MOUNTED = Path("/proc/self/mountinfo")
 _LISTED = Path("/etc/fstab")
+_READ_ONLY = frozenset({"ro", "emergency_ro", "shutdown"})
+"""The last two are what ext4 says after an error; ``statvfs`` does not tell there."""
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 """How both files write blanks in names."""
 
@@ -24,6 +26,7 @@ class Mount:
     """Such as ``ext4``."""
     source: str
     """Such as ``/dev/nvme0n1p1``."""
+    is_read_only: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} {self.source}, mounted at {self.point}"
@@ -36,6 +39,14 @@ def mount_of(path: Path) -> Mount | None:
     return max(
         reversed(found), key=lambda mount: len(mount.point.parts), default=None
     )  # the last one is on top
+
+
+def is_read_only(path: Path) -> bool:
+    """Whether nothing can be written to the file system on which ``path`` lies. Raises OSError."""
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return True
+    mount = mount_of(path)
+    return mount is not None and mount.is_read_only
 
 
 def check_mounted_as_listed(path: Path) -> None:
@@ -57,8 +68,10 @@ def check_mounted_as_listed(path: Path) -> None:
 def _mounted() -> Iterator[Mount]:
     for line in filter(None, _lines(_MOUNTED)):
         fields, _, rest = line.partition(" - ")
-        kind, source, *_ = rest.split()
-        yield Mount(Path(_plain(fields.split()[4])), kind, _plain(source))
+        *_, point, options = fields.split()[:6]
+        kind, source, *more = rest.split()
+        found = {*options.split(","), *",".join(more).split(",")}
+        yield Mount(Path(_plain(point)), kind, _plain(source), not _READ_ONLY.isdisjoint(found))
 
 
 def _listed() -> Iterator[Path]:

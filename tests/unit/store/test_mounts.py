@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from sglang_hcache.core.errors import StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
+from sglang_hcache.store.inspect.check import check
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import mounts
 from sglang_hcache.store.volumes.mounts import mount_of
 from sglang_hcache.testing.open_store import Inside
@@ -199,3 +202,35 @@ def test_what_lies_above_is_found_by_whole_names(tmp_path: Path, monkeypatch: py
         mount = mount_of(Path(path))
         assert mount is not None
         assert mount.kind == kind, path
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("rw,relatime shared:1 - ext4 /dev/x rw,errors=remount-ro", False),
+        ("ro,relatime shared:1 - ext4 /dev/x rw", True),
+        ("rw,relatime - ext4 /dev/x ro", True),
+        ("rw,relatime - ext4 /dev/x rw,emergency_ro", True),
+        ("rw - ext4 /dev/x rw,errors=remount-ro,shutdown", True),
+        ("rw - fuse.none none", False),
+    ],
+)
+def test_a_file_system_that_takes_no_writes_though_statvfs_does_not_tell(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, options: str, expected: bool
+) -> None:
+    """As ext4 after an error, of a newer Linux."""
+    config = small_config(tmp_path, 2)
+    open_store(config).close()
+    point = config.dirs[1]
+    (tmp_path / "mountinfo").write_text(f"1 0 8:1 / / rw - ext4 /dev/y rw\n2 1 8:2 / {point} {options}\n")
+    monkeypatch.setattr(mounts, "_MOUNTED", tmp_path / "mountinfo")
+    condition = "read-only" if expected else "healthy"
+    with StoreView.open(config.dirs) as view:
+        assert [item.condition for item in view.directories()] == ["healthy", condition]
+        told = [finding.what for finding in check(view) if finding.is_error]
+        assert told == [f"{point}: is read-only: its file system is read-only"] * expected
+    for path in point.iterdir():
+        path.unlink()
+    refusal = pytest.raises(StoreFormatError, match=f"cannot write to {point} .*Read-only file system")
+    with refusal if expected else nullcontext():
+        look_ahead(replace(config, dirs=(point,)))
