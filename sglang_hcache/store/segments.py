@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import FILE_SLACK_BYTES
@@ -84,6 +85,10 @@ class Segment:
     def left(self) -> int:
         """Directories, as bits, in which a file of it may be: not those where it was deleted."""
         return self.mask & ~self._deleted
+
+    def paths_left(self) -> list[Path]:
+        """Of the files in these directories."""
+        return [self._volumes[stripe].directory.segment_path(self.number) for stripe in members_of(self.left)]
 
     @property
     def freeable_bytes(self) -> dict[int, int]:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
 from sglang_hcache.core.errors import (
     StoreError,
@@ -154,6 +155,11 @@ class Space:
         """Delete all files of no segment, however long that takes."""
         with self._lock:
             self._remover.retry(math.inf)
+
+    def leftover_files(self) -> list[Path]:
+        """Of retired segments: what could not be deleted, or is in use."""
+        with self._lock:
+            return [path for segment in self._remover.leftovers for path in segment.paths_left()]
 
     def relieve(self, stripes: Iterable[int]) -> None:
         """These directories are full: see :meth:`Eviction.relieve`."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from sglang_hcache.core.errors import (
     StoreError,
@@ -252,6 +253,11 @@ class DiskStore:
         """Delete all files of no use now, and not in the background."""
         with self._operations.one():
             self._space.delete_leftovers()
+
+    def leftover_files(self) -> list[Path]:
+        """Files of no use that could not be deleted."""
+        with self._operations.one():
+            return self._space.leftover_files()
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove ``keys``, the only ones that were written since the store was opened: their segments go as a whole."""

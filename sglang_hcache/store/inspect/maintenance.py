@@ -159,17 +159,19 @@ def _shrink(store: DiskStore, to_bytes: int, segment_bytes: int, counters: Count
     """Evict until no more than ``to_bytes`` are allocated, or nothing is left.
 
     Raises:
-        StoreIOError: files cannot be deleted, and evicting more would only cost chunks.
+        StoreIOError: files cannot be deleted, and evicting more, if more is there, would only cost chunks.
     """
     while (excess := store.allocated_bytes() - to_bytes) > 0:
         # Measuring takes long in a large store: several at once, but fewer than could be too many.
         for _ in range(max(1, excess // (2 * segment_bytes))):
             if not store.evict_one():
-                if left := store.stats().segments:
-                    raise StoreIOError(
-                        f"files of segments cannot be deleted; until they are gone nothing else is evicted: {left} "
-                        "segments stay"
+                if files := store.leftover_files():
+                    left = store.stats().segments
+                    stay = (
+                        f"; until they are gone nothing else is evicted: {left} segments stay" if left else ""
                     )
+                    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+                    raise StoreIOError(f"files cannot be deleted: {files[0]}{more}{stay}")
                 return
 
 

@@ -126,10 +126,14 @@ def test_gc_to_a_size_stops_where_files_cannot_be_deleted(
     store.close()
     files.kept, files.number = lambda segment: True, number
     for _ in range(2):
-        with pytest.raises(StoreIOError, match=r"files .* cannot be deleted; .*: 13 segments stay"):
+        match = rf"files cannot be deleted: {dirs[0]}/segment-\d+\.seg and 2 more; .*: 13 segments stay$"
+        with pytest.raises(StoreIOError, match=match):
             collect(dirs, 0)
         with StoreView.open(dirs) as view:
             assert len(view.runs()) == 16, "they are there"
+    files.kept = lambda segment: segment > 14
+    with pytest.raises(StoreIOError, match=rf"files cannot be deleted: {dirs[0]}/segment-00000015\.seg$"):
+        collect(dirs, 0)
     files.kept = lambda segment: False
     assert collect(dirs, 0).after.segment_files == 0
 
