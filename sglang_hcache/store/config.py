@@ -143,7 +143,7 @@ class DirectoryStats:
     condition: str
     """``healthy``, ``read-only`` or ``out``."""
     reason: str
-    """Why it is not healthy, or stores nothing new although it is."""
+    """Why it is not healthy; or why, although it is, it stores nothing new or no server would start with it."""
     corrupt_extents: int = 0
     """Reads from it that found other bytes than were written, since the store was created."""
     io_errors: int = 0

@@ -281,7 +281,7 @@ def _fsck(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, files and the headers in them, and say how to repair what is wrong.
+    """Check directories, superblocks, files and the headers in them, and say how to repair what is wrong.
 
     What a server knew and files no longer hold is lost, and is reported until a server has started. Does not read the
     chunks; `hcache store verify` does. Exit status 1 if something is wrong.

@@ -75,9 +75,12 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
         yield Finding(what, "none needed: the newest counts", is_error=False)
     try:
         names, strangers = item.volume.attempt(lambda: (item.directory.names(), item.directory.strangers()))
+        refusal = "" if item.superblock is None else item.volume.attempt(item.directory.refusal)
     except OSError as error:
         yield Finding(f"{path}: {error.strerror or error}", "check its device")
         return
+    if refusal:
+        yield Finding(refusal, "do that: until then no server starts")
     if strangers:
         yield Finding(f"{path}: holds other files: {_shown(strangers)}", "move them out of the directory")
     if view.lock_holder is not None:

@@ -25,7 +25,7 @@ from sglang_hcache.store.start import read_state
 from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
-from sglang_hcache.store.volumes.looking import Sight, look_at
+from sglang_hcache.store.volumes.looking import SeenDirectory, Sight, look_at
 from sglang_hcache.store.volumes.mounts import is_read_only
 
 
@@ -150,7 +150,8 @@ class StoreView:
         """Every directory, by stripe; asks the file systems."""
         told, errors = self._told_health(), errors_of(self.state.meta)
         found = []
-        for volume in self.volumes:
+        for item in self.sight.seen:
+            volume = item.volume
             try:
                 physical, free = volume.allocated_bytes(), volume.free_bytes()
                 segments = len(volume.segment_sizes())
@@ -161,7 +162,7 @@ class StoreView:
             if volume.health.readable:
                 condition, reason = told.get(volume.stripe, (str(Condition.HEALTHY), ""))
                 if condition == Condition.HEALTHY:  # also where a server could not write down what it thinks
-                    condition, reason = _mounted(volume.path)
+                    condition, reason = _condition_of(item.directory)
             stats = (volume.path, condition, reason, *errors.get(volume.stripe, (0, 0)))
             found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments))
         return found
@@ -284,9 +285,10 @@ def _lock_holder(sight: Sight) -> LockHolder | None:
     return None
 
 
-def _mounted(path: Path) -> tuple[str, str]:
-    """Condition and reason of a directory that answers."""
+def _condition_of(directory: SeenDirectory) -> tuple[str, str]:
+    """Condition of one that answers, and its reason, or why no server would start with it."""
     with contextlib.suppress(OSError):
-        if is_read_only(path):
+        if is_read_only(directory.path):
             return str(Condition.READ_ONLY), "its file system is read-only"
+        return str(Condition.HEALTHY), directory.refusal()
     return str(Condition.HEALTHY), ""

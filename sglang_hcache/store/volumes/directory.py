@@ -286,7 +286,7 @@ class StoreDirectory:
             OSError: it is missing, or cannot be asked.
         """
         path = self.path
-        _check_private(path, path.stat())
+        check_private(path, os.geteuid())
         strangers = self.strangers()
         if strangers and not has_superblock(path):
             raise StoreFormatError(
@@ -350,13 +350,18 @@ def _maker(name: str) -> str:
     return f" ({name!r})" if num_ranks is None else f" of a server with --tp-size {num_ranks} ({name!r})"
 
 
-def _check_private(path: Path, found: os.stat_result) -> None:
-    """Raises StoreFormatError: ``path`` is not a directory of our own that nobody else may write to."""
+def check_private(path: Path, user: int) -> None:
+    """
+    Raises:
+        StoreFormatError: it is not a directory of ``user`` that nobody else may write to.
+        OSError: it is missing, or cannot be asked.
+    """
+    found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise StoreFormatError(f"{path} is not a directory; change --hcache-dirs")
-    if found.st_uid != os.geteuid():
+    if found.st_uid != user:
         raise StoreFormatError(
-            f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}; give --hcache-dirs a directory "
+            f"{path} belongs to user {found.st_uid}, not to {user}; give --hcache-dirs a directory "
             "of your own: cached prompts are private"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -13,9 +13,10 @@ from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.names import SUPERBLOCK_NAME
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place, ranks_in
-from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
+from sglang_hcache.store.volumes.directory import StoreDirectory, check_private, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
 from sglang_hcache.store.volumes.mounts import is_read_only
 from sglang_hcache.store.volumes.volume import Volume
@@ -47,6 +48,15 @@ class SeenDirectory(StoreDirectory):
             number = errno.EACCES
         if number:
             raise OSError(number, os.strerror(number), str(place))
+
+    def refusal(self) -> str:
+        """Why its user, who is another one if root looks, can start no server on it: owner or mode. Raises OSError."""
+        user = os.geteuid() or (self.path / SUPERBLOCK_NAME).stat().st_uid
+        try:
+            check_private(self.path, user)
+        except StoreFormatError as error:
+            return str(error)
+        return ""
 
     def first_block(self, segment: int) -> bytes:
         """Of a segment's file, through the page cache. Raises OSError."""

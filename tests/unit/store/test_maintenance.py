@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError, StoreLockedError
+from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.census import Files
 from sglang_hcache.store.format.record import ExtentHeader, pack_header
@@ -253,6 +254,27 @@ def test_a_read_only_file_system(closed: StoreConfig, monkeypatch: pytest.Monkey
         assert any("disk0: is read-only" in item.what for item in check(view))
     with pytest.raises(StoreIOError, match="disk0: its file system is read-only"):
         collect(closed.dirs)
+
+
+def test_what_a_start_would_refuse_for_its_owner_or_mode(
+    closed: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed.dirs[1].chmod(0o775)
+    with pytest.raises(StoreFormatError) as refusal:
+        DiskStore.open(closed, Counters())
+    [found] = findings(closed)
+    assert (found.what, found.is_error) == (str(refusal.value), True)
+    with StoreView.open(closed.dirs) as view:
+        assert [item.reason for item in view.directories()] == ["", found.what]
+    closed.dirs[1].chmod(0o700)
+    assert not findings(closed)
+    user = os.getuid()
+    monkeypatch.setattr("os.geteuid", lambda: user + 1)
+    assert [item.what.partition(";")[0] for item in findings(closed)] == [
+        f"{path} belongs to user {user}, not to {user + 1}" for path in closed.dirs
+    ]
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert not findings(closed), "root may look at anybody's"
 
 
 # -- gc and clear --------------------------------------------------------------------------------
