@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import shlex
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -200,9 +201,11 @@ def agreed_at_start(found: Sequence[Found]) -> StoreIdentity:
     try:
         return agreed(found)
     except StoreFormatError as error:
+        # Not those that hold none: they would be refused.
+        stores = [str(item.volume.path) for item in found if item.superblock is not None or item.damage]
         raise StoreFormatError(
-            f"--hcache-dirs: {error}. To start an empty store, `hcache store clear --any-format` with all these "
-            "directories deletes what is there"
+            f"--hcache-dirs: {error}. To start an empty store, `hcache store clear --any-format {shlex.join(stores)}` "
+            "deletes what is there"
         ) from None
 
 
@@ -210,7 +213,7 @@ def lost_superblock(path: Path) -> StoreFormatError:
     """Of a directory that has segments, and no other one says which store they are of."""
     return StoreFormatError(
         f"--hcache-dirs: {path} has segments but no superblock; `hcache store fsck --rebuild` with all directories of "
-        "the store may save them, `hcache store clear --any-format` deletes them"
+        "the store may save them; to start an empty store, delete them by hand"
     )
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import rank_dir
-from sglang_hcache.store import DiskStore
+from sglang_hcache.store import DiskStore, look_ahead
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
 
 Hcache = Callable[..., tuple[int, str, str]]
@@ -132,3 +135,28 @@ def test_one_that_was_killed_can_be_done_again(
     ]
     assert hcache("clear", "--any-format", "--yes", *dirs)[0] == 0
     assert [names(path) for path in dirs] == [{"lock", "notes.txt"}, {"lock"}]
+
+
+@pytest.mark.parametrize("kind", ["one more", "two stores", "damaged"])
+def test_the_command_that_a_refused_start_names_works(hcache: Hcache, tmp_path: Path, kind: str) -> None:
+    """Whatever the other directories are: new, empty or of another store."""
+    base = tmp_path / "of two words"
+    config = small_config(base, 2)
+    DiskStore.open(config, Counters()).close()
+    other = replace(config, dirs=(base / "other",))
+    wrong = replace(config, dirs=(*config.dirs, base / "empty", base / "missing"))
+    (base / "empty").mkdir()
+    if kind == "two stores":
+        DiskStore.open(other, Counters()).close()
+        wrong = replace(config, dirs=(config.dirs[0], *other.dirs))
+    elif kind == "damaged":
+        (config.dirs[0] / "superblock.json").write_text("?")
+        wrong = replace(config, dirs=(config.dirs[0], base / "empty"))
+    for start in (look_ahead, lambda config: DiskStore.open(config, Counters())):
+        with pytest.raises(StoreFormatError) as refusal:
+            start(wrong)
+    command = re.search("`hcache store (clear --any-format .*)`", str(refusal.value))
+    assert command is not None
+    code, _, err = hcache(*shlex.split(command[1]), "--yes")
+    assert code == 0, err
+    DiskStore.open(wrong, Counters()).close()
