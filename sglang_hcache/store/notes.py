@@ -20,14 +20,15 @@ class Notes:
 
     Args:
         text: what :meth:`to_json` gave an earlier process.
-        every_s: for so long a text serves that is not asked for anew.
+        every_s: what changes so soon after a text was made waits, unless it is asked for anew.
     """
 
     def __init__(self, text: str | None, every_s: float = 0.0) -> None:
         self._lock = threading.Lock()
         self._texts = read_value(text, _texts_of)
         self._every_s = every_s
-        self._json, self._until = "", -math.inf
+        self._json, self._until = json.dumps(self._texts), -math.inf
+        self._is_changed = False
 
     def get(self, name: str) -> str | None:
         """What was last put there, also by an earlier process."""
@@ -40,19 +41,22 @@ class Notes:
             if len(self._texts) >= _MOST:
                 del self._texts[next(iter(self._texts))]
             self._texts[name] = text
+            self._is_changed = True
 
     def drop(self, names: Collection[str]) -> None:
         """Keep them no more."""
         with self._lock:
             self._texts = {key: kept for key, kept in self._texts.items() if key not in names}
+            self._is_changed = True
 
     def to_json(self, *, anew: bool = False) -> str:
         """All of them."""
         now = time.monotonic()
-        if anew or now >= self._until:
-            with self._lock:
-                texts = dict(self._texts)
-            self._json, self._until = json.dumps(texts), now + self._every_s
+        with self._lock:
+            if not self._is_changed or (now < self._until and not anew):
+                return self._json
+            texts, self._is_changed = dict(self._texts), False
+        self._json, self._until = json.dumps(texts), now + self._every_s
         return self._json
 
 

@@ -91,7 +91,7 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
             ago(item.written_at),
         )
     summary = Text(f"{len(shown)} of {counted(len(found), 'namespace')}, the largest first")
-    note = "tenant: the first 8 digits of `printf %s TENANT | sha256sum`; ?: no server has noted whose it is"
+    note = "tenant: the first 8 digits of `printf %s TENANT | sha256sum`; ?: not noted (yet: within a minute)"
     return Report(data, [table, summary, Text(note, "dim")])
 
 

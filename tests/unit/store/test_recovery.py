@@ -106,9 +106,11 @@ def test_of_several_notes_those_that_make_sense_stay() -> None:
 def test_notes_that_change_with_each_request_are_written_now_and_then() -> None:
     notes = Notes(None, every_s=3600.0)
     assert notes.to_json() == "{}"
+    notes.put("first", "x")
+    assert notes.to_json() == '{"first": "x"}', "at once"
     for number in range(1500):
         notes.put(str(number), "x")
-    assert notes.to_json() == "{}"
+    assert notes.to_json() == '{"first": "x"}'
     assert '"1499": "x"' in notes.to_json(anew=True)
     assert '"499": "x"' not in notes.to_json()
     notes.drop({"1499"})

@@ -400,6 +400,7 @@ def test_clear_of_one_namespace(
     assert code == 0
     assert re.search(rf"{mine} +llama +0a1b2c3d +01234567 +23 +6 ", out)
     assert re.search(rf"{run.namespace_id.hex()} +\? +\? +\? +4 +1 ", out)
+    assert "?: not noted (yet: within a minute)" in out
     spaces = as_json(hcache("ls", "--namespaces", "--json", *dirs))["namespaces"]
     assert [space["owner"].get("tenant") for space in spaces] == ["01234567", None]
     assert all(space["oldest_at"] <= space["written_at"] for space in spaces)
