@@ -11,7 +11,7 @@ from functools import partial
 
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.format.state import State
+from sglang_hcache.store.format.state import SegmentState, State
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
@@ -22,6 +22,7 @@ _MARKS_KEPT = 1000
 """Chunks in quarantine that are written down, those of the newest segments: others are found to be damaged again."""
 _GOING_SHARE = 16
 """One in so many segments may be evicted before another state has to be written for that."""
+_UNKNOWN = SegmentState()
 
 
 class SavedState:
@@ -90,8 +91,9 @@ class SavedState:
             news -= self._state.going
             if news:
                 with contextlib.suppress(StoreError):
-                    # The rest as it was: what was written since then is not in ``written`` yet.
-                    self._put(replace(self._state, going=frozenset(news | self._coldest())))
+                    self._put(
+                        replace(self._state, segments=self._used(), going=frozenset(news | self._coldest()))
+                    )
 
     def outgrow(self, other: StoreIdentity) -> None:
         """Let ours count from now on, and no segment that ``other`` cleared, in a directory that was not with us.
@@ -123,6 +125,14 @@ class SavedState:
                     "no directory takes the note that all was cleared: after a restart the chunks on disk would be "
                     f"back. See to one of them ({sick}): {error}"
                 ) from error
+
+    def _used(self) -> dict[int, SegmentState]:
+        """Segments as they are, but without runs that the last state does not have: nor are they in its ``written``."""
+        last = self._state.segments
+        return {
+            number: replace(item, runs=min(item.runs, last.get(number, _UNKNOWN).runs))
+            for number, item in self._catalog.segment_states().items()
+        }
 
     def _coldest(self) -> set[int]:
         """What is evicted next, enough to write a state only now and then for the sake of evictions."""
