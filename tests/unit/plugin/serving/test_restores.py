@@ -614,6 +614,24 @@ def test_who_finds_no_room_though_nothing_runs_is_recomputed_in_the_end(
     assert world.counters["restore.no_slots"] == 1
 
 
+def test_who_found_no_room_behind_others_does_not_wait_for_ever_when_it_comes_first_now_and_then(
+    world: World, clock: SimpleNamespace
+) -> None:
+    """As with priorities: others come before it again and again, and SGLang gives the room to those behind it."""
+    waiting_for_room(world)
+    for turn in range(13):
+        clock.now += 10
+        line = world.scheduler.line
+        if turn % 2:
+            line.insert(0, "earlier")
+        else:
+            line.remove("earlier")
+        world.coordinator._starter.look_again()
+        world.coordinator.tick()
+    assert world.counters["restore.no_slots"] == 1
+    assert world.coordinator.may_be_admitted("first")
+
+
 def test_one_that_gives_up_takes_nobody_with_it(world: World, clock: SimpleNamespace) -> None:
     """All wait behind the first for as long as it does, and that is no reason to recompute them."""
     waiting_for_room(world)

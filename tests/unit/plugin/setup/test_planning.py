@@ -26,6 +26,7 @@ from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.measuring import Bench, installed_versions
 from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile, mix_on
 from sglang_hcache.store import DiskStore, Run
+from sglang_hcache.store.config import SCRATCH_NAMESPACE
 from sglang_hcache.testing.stored_chunks import small_config
 
 MHA = replace(NAMED_SHAPES["llama2-7b"], num_layers=8)
@@ -275,6 +276,20 @@ def test_what_is_on_disk_keeps_its_mix_over_restarts(open_disk: Callable[[], Dis
     assert stored(None, slightly) != first
     assert stored(open_disk(), slightly) == first
     assert stored(open_disk(), slightly) == first
+
+
+@pytest.mark.parametrize(
+    ("namespace_id", "num_layers"),
+    [(b"another model 16", 5), (SCRATCH_NAMESPACE, 6), (SCRATCH_NAMESPACE, MHA.num_layers)],
+)
+def test_also_behind_chunks_of_another_model_and_those_of_a_measurement_that_was_killed(
+    open_disk: Callable[[], DiskStore], namespace_id: bytes, num_layers: int
+) -> None:
+    first = stored(open_disk(), made_profile(project=6))
+    sizes = (64 * MHA.hidden_row_bytes,) * num_layers
+    run = Run(namespace_id, (secrets.token_bytes(32),), 0, sizes)
+    open_disk().write_run(run, lambda layer: [np.zeros(sizes[layer], np.uint8)])
+    assert stored(open_disk(), made_profile(project=7)) == first
 
 
 def test_another_mix_that_is_much_faster_replaces_it(
