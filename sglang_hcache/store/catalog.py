@@ -37,7 +37,7 @@ class CatalogCounts:
     segments: int
     quarantined: int
     layouts: tuple[tuple[int, ...], ...]
-    """Bytes of each layer of a chunk: all that there are, that of the newest run first."""
+    """Bytes of each layer of a chunk: all that there were since the start, that of the newest run first."""
 
 
 class Catalog:
@@ -244,7 +244,9 @@ class Catalog:
         with self._lock:
             lost = Counter(run.segment for run in self._marked if len(run.quarantined) == len(run.place.keys))
             return {
-                number: SegmentState(item.last_used, item.score, len(item.runs) - lost[item])
+                number: SegmentState(
+                    item.last_used, item.score, len(item.runs) + item.unread_runs - lost[item]
+                )
                 for number, item in self._segments.items()
             }
 

@@ -146,16 +146,22 @@ class Census:
         self._catalog.adopt_run(run)
         return True
 
-    def keep_unread(self) -> None:
-        """Leave files that could not be read as they are, until their room is needed: a later start may read them."""
-        for number, mask in self._unread.items():
-            files = self._files.of(number)
-            if number not in self.segments and files:
-                self.segments[number] = Segment(number, self._volumes, (*files,), self._files.longest(number))
-                self.segments[number].found = files
+    def keep_unread(self, known: Mapping[int, SegmentState]) -> None:
+        """Leave segments that could not be read as they are, until their room is needed: a later start may read them.
+
+        Args:
+            known: what the state says of segments.
+        """
+        for number in self._unread:
+            files, state = self._files.of(number), known.get(number, SegmentState())
+            if number not in self.segments and files and number >= self._files.first_segment:
+                segment = Segment(number, self._volumes, (*files,), self._files.longest(number))
+                segment.found, segment.last_used, segment.score = files, state.last_used, state.score
+                self.segments[number] = segment
             if number in self.segments:
                 segment = self.segments[number]
-                for stripe in members_of(mask & segment.mask & mask_of(files)):
+                segment.unread_runs = max(0, state.runs - len(segment.runs))
+                for stripe in members_of(segment.mask & mask_of(files)):
                     segment.used[stripe] = max(segment.used[stripe], files[stripe].size)
 
     def expect_uncut(self) -> None:
@@ -185,17 +191,22 @@ def is_served(state: State, place: RunPlace) -> bool:
     return len(state.quarantined.get(place.run_id, {})) < len(place.keys)
 
 
-def lost_runs(state: State, files: Files, places: Sequence[RunPlace]) -> dict[int, int]:
-    """How many runs that ``state`` knows are not among ``places``, those that are whole; by segment.
+def lost_runs(state: State, contents: Contents) -> dict[int, int]:
+    """How many runs that ``state`` knows are not whole; by segment.
 
-    None of a segment that was about to be evicted or erased, or of which the files may be in a directory that is out.
+    None of a segment that was about to be evicted or erased, that could not be read, or of which the files may be in a
+    directory that is out.
     """
-    whole = Counter(place.segment for place in places if is_served(state, place))
+    files = contents.files
+    whole = Counter(place.segment for place in contents.runs if is_served(state, place))
     seen = {*files.numbers()}
     lost = {
         number: known.runs - whole[number]
         for number, known in state.segments.items()
-        if number >= files.first_segment and number not in state.going and (files.is_all or number in seen)
+        if number >= files.first_segment
+        and number not in state.going
+        and number not in contents.unread
+        and (files.is_all or number in seen)
     }
     return {number: count for number, count in sorted(lost.items()) if count > 0}
 

@@ -36,8 +36,8 @@ class SavedState:
         self._identity = self._published = identity
         self._state = state
         """As it was written last, ..."""
-        self._in = set[int]()
-        """... and in which directories. A start writes it once: not every one may have it."""
+        self._tried = set[int]()
+        """... and in which directories that was tried. A start writes it once: not every one may have it."""
         self._next_at = 0.0
         """When the next one may be written, by the monotonic clock."""
         self._lock = threading.RLock()
@@ -61,8 +61,7 @@ class SavedState:
         """
         with self._lock:
             if last:
-                self._in.clear()
-                self._save(meta, ())
+                self._put(self._made(meta, ()))
             elif time.monotonic() >= self._next_at:
                 self._save(meta, self._coldest())
 
@@ -73,9 +72,9 @@ class SavedState:
             StoreError: one does.
         """
         with self._lock:
-            self._save(meta, self._coldest())
+            taken = self._put(self._made(meta, self._coldest()))
             for volume in self._volumes:
-                if volume.stripe not in self._in:
+                if volume.stripe not in taken:
                     raise StoreIOError(f"{volume.path} keeps an older state: {volume.health.reason}")
 
     def announce(self, segments: Iterable[int]) -> None:
@@ -139,24 +138,31 @@ class SavedState:
         return set(self._catalog.coldest(len(self._state.segments) // _GOING_SHARE))
 
     def _save(self, meta: Mapping[str, str], going: Collection[int]) -> None:
-        last, catalog = self._state, self._catalog
-        marks = catalog.quarantined(_MARKS_KEPT)
-        store_id, segments = self._identity.store_id, catalog.segment_states()
-        state = State(store_id, last.serial, segments, frozenset(going), marks, dict(meta))
-        self._in &= {volume.stripe for volume in self._targets()}
-        if state != last or len(self._in) < len(self._targets()):
+        state = self._made(meta, going)
+        targets = {volume.stripe for volume in self._targets()}
+        self._tried &= targets
+        if state != self._state or self._tried != targets:
             self._put(state)
+
+    def _made(self, meta: Mapping[str, str], going: Collection[int]) -> State:
+        """As it is now, with the serial number of the last one."""
+        marks, segments = self._catalog.quarantined(_MARKS_KEPT), self._catalog.segment_states()
+        store_id, serial = self._identity.store_id, self._state.serial
+        return State(store_id, serial, segments, frozenset(going), marks, dict(meta))
 
     def _targets(self) -> list[Volume]:
         """A small file finds room where a segment does not."""
         return [volume for volume in self._volumes if volume.health.can_delete]
 
-    def _put(self, state: State) -> None:
+    def _put(self, state: State) -> set[int]:
+        """Write it down; returns in which directories. Raises StoreError: in none."""
         state = replace(state, serial=self._state.serial + 1)
         text = state.to_bytes()
-        self._in = self._write(text)
+        taken = self._write(text)
+        self._tried = {volume.stripe for volume in self._targets()} | taken
         self._state = state
         self._next_at = time.monotonic() + len(text) / _BYTES_PER_S
+        return taken
 
     def _write(self, text: bytes) -> set[int]:
         """Returns in which directories; raises StoreError: in none."""

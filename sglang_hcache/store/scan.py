@@ -30,8 +30,10 @@ _SCAN_THREADS = 8
 _SAY_S = 10.0
 _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
-_NO_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM})
+_NO_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR})
 """There is no file, or none of ours."""
+_FAILURES_ALLOWED = 16
+"""Reads of a file: a bad sector costs fewer, and more of them may take for ever."""
 _NEAR_BYTES = 2**16
 """Parts that are smaller are read in windows, several headers at once."""
 
@@ -134,17 +136,21 @@ class _File:
     """A segment's file; after each call it says that it goes on. What cannot be read counts as zeros.
 
     Raises:
-        OSError: the device is gone, or this process lacks something.
+        OSError: the device is gone, this process lacks something, or too much cannot be read.
     """
 
     def __init__(self, file: OpenFile, go_on: Callable[[], None]) -> None:
         self._file = file
         self._go_on = go_on
         self._careful_until = 0
-        self.is_sound = True
-        """No read has failed."""
+        self._failures = 0
         self._window, self._window_at = b"", 0
         self.size = os.fstat(file.fd).st_size
+
+    @property
+    def is_sound(self) -> bool:
+        """No read has failed."""
+        return not self._failures
 
     def read(self, size: int, offset: int) -> bytes:
         """From ``offset`` on; a block only where the device has failed nearby."""
@@ -155,7 +161,9 @@ class _File:
         except OSError as error:
             if error.errno in OWN_ERRNOS | GONE_ERRNOS:
                 raise
-            self.is_sound = False
+            self._failures += 1
+            if self._failures > _FAILURES_ALLOWED:
+                raise
             self._go_on()
             if size == BLOCK:
                 return bytes(BLOCK)
@@ -176,7 +184,9 @@ class _File:
         """Where the hole ends that ``offset`` may lie in; the size if nothing follows."""
         try:
             return os.lseek(self._file.fd, offset, os.SEEK_DATA)
-        except OSError:  # ENXIO: no data behind here
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # which says that there is no data behind here
+                raise
             return self.size
 
 

@@ -65,6 +65,8 @@ class Segment:
         """What it counts against the cap in each directory, bytes."""
         self.pins = 0
         self.runs: set[StoredRun] = set()
+        self.unread_runs = 0
+        """It has them, as was written down, but could not be read at the start."""
         self.last_used = 0
         self.score = 0.0
         """The segment with the lowest one is evicted first."""

@@ -221,7 +221,7 @@ class Space:
             for place in contents.runs:
                 if place.segment >= self._saved.identity.first_segment:  # not cleared meanwhile
                     census.admit(place, SegmentState(), {})
-            census.keep_unread()
+            census.keep_unread({})
             for segment in census.segments.values():
                 self._trimmed(segment, segment.tidy)
                 self._catalog.add_segment(segment)

@@ -79,10 +79,14 @@ def begin(
         unknown = SegmentState() if state.serial else SegmentState(last_used=place.segment)
         known = state.segments.get(place.segment, unknown)
         census.admit(place, known, state.quarantined.get(place.run_id, {}))
-    census.keep_unread()
+    census.keep_unread(state.segments)
     census.expect_uncut()
     observer.count("store.runs_recovered", len(places))
-    lost = sum(lost_runs(state, files, places).values())
+    if contents.unread:
+        logger.warning(
+            "hcache: %d segments cannot be read now; they stay until room is needed", len(contents.unread)
+        )
+    lost = sum(lost_runs(state, contents).values())
     if lost:
         logger.warning("hcache: %d stored runs lost their files or headers and are forgotten", lost)
         observer.count("store.runs_lost", lost)

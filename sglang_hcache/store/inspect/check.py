@@ -50,6 +50,7 @@ def check(view: StoreView) -> list[Finding]:
     if view.places and not view.state.serial and not view.state_problems:
         what = f"there is no {STATE_NAME}: what was used, counted and in quarantine is not known"
         findings.append(Finding(what, f"`{GC}` writes one, and so does a server", is_error=False))
+    findings += _unread(view)
     findings += _lost(view)
     if view.lock_holder is None:
         findings += _strays(view)
@@ -102,6 +103,17 @@ def _conditions(view: StoreView) -> Iterator[Finding]:
             yield Finding(what, "check its device or make room; a server then uses it again by itself")
 
 
+def _unread(view: StoreView) -> Iterator[Finding]:
+    """Files that could not be read, or not all of them."""
+    for number, mask in view.unread.items():
+        for stripe, item in enumerate(view.sight.seen):
+            if mask >> stripe & 1 and item.volume.health.readable:
+                path = item.directory.segment_path(number)
+                yield Finding(
+                    f"{path}: cannot be read", "check its device; a start tries again, and keeps the file"
+                )
+
+
 def _lost(view: StoreView) -> Iterator[Finding]:
     """Runs that a server knew and that are not whole any more, by segment and by the file that is to blame."""
     for number, count in view.lost.items():
@@ -140,7 +152,11 @@ def _strays(view: StoreView) -> Iterator[Finding]:
             ends[key] = max(ends.get(key, 0), place.ends[stripe])
     for stripe, sizes in view.segment_sizes().items():
         path = view.paths[stripe]
-        strays = [number for number in sizes if (stripe, number) not in ends and number not in view.lost]
+        strays = [
+            number
+            for number in sizes
+            if (stripe, number) not in ends and number not in view.lost and number not in view.unread
+        ]
         if strays:
             names = _shown([view.sight.seen[stripe].directory.segment_path(item).name for item in strays])
             size = format_bytes(sum(sizes[number] for number in strays))

@@ -200,7 +200,8 @@ def look_for_own(dirs: Sequence[Path]) -> list[OwnFiles]:
 def wipe(dirs: Sequence[Path]) -> list[OwnFiles]:
     """Delete the store's own files but for ``lock``, which may be somebody's by now; others' files stay.
 
-    Superblocks go last, when nothing else is left in any directory: who is killed can do it again.
+    Superblocks go last, when nothing else is left in any directory: who is killed can do it again,
+    between two superblocks with those directories that have one.
 
     Raises:
         StoreLockedError: a server runs.

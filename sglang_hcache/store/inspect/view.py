@@ -97,7 +97,9 @@ class StoreView:
         """What is wrong with copies of it."""
         self.places = contents.runs
         """Of the runs that are complete in the directories that can be read, by age."""
-        self.lost = lost_runs(state, self.files, self.places)
+        self.unread = contents.unread
+        """Segment -> directories, as bits, whose file could not be read, or not all of it."""
+        self.lost = lost_runs(state, contents)
         """How many runs a segment has lost."""
         self.torn = {
             place: missing for place, missing in contents.found if missing and place.segment in self.lost

@@ -27,7 +27,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import conditions, sick, wait_until
+from tests.unit.store.conftest import conditions, sick, state_of, wait_until
 from tests.unit.store.test_slow_start import Hang, Opening, hang
 
 __all__ = ["hang"]
@@ -228,3 +228,109 @@ def test_a_check_names_a_directory_that_went_out_meanwhile(
     with StoreView.open(config.dirs) as view:
         errors = [finding.what for finding in check(view) if finding.is_error]
     assert [what.partition(":")[0] for what in errors] == [*map(str, config.dirs)]
+
+
+def test_an_unread_segment_is_known_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runs are not lost, nor counted again as written, and its score lasts."""
+    config = replace(small_config(tmp_path), write_budget_bytes=10**9)
+    write_without(config, None, RUNS, monkeypatch)
+    before, counters = state_of(config.dirs[0]), Counters()
+    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+        with StoreView.open(config.dirs) as view:
+            errors = [finding.what for finding in check(view) if finding.is_error]
+            assert not view.lost
+        store = DiskStore.open(config, counters)
+    assert sorted(errors) == sorted(f"{path}: cannot be read" for path in config.dirs[0].glob("*.seg"))
+    written = store.stats().written_today_bytes
+    store.close()
+    assert state_of(config.dirs[0]).segments == before.segments
+    store = DiskStore.open(config, counters)
+    assert store.stats().written_today_bytes == written > 0
+    assert counters["store.runs_lost"] == 0
+    assert found(store) == len(RUNS)
+    store.close()
+
+
+@pytest.mark.parametrize("stripe", [0, 1])
+def test_a_file_whose_end_cannot_be_read_keeps_those_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stripe: int
+) -> None:
+    config = small_config(tmp_path, 2, segment=2**22, size=2**25)
+    write_without(config, None, RUNS, monkeypatch)
+    (path,) = config.dirs[stripe].glob("*.seg")
+    with StoreView.open(config.dirs) as view:
+        last = view.places[-1]
+    pread, bad = os.pread, last.offsets[stripe]
+
+    def bad_pread(fd: int, size: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path) and offset <= bad < offset + size:
+            raise OSError(errno.EIO, "bad sector")
+        return pread(fd, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", bad_pread)
+        DiskStore.open(config, Counters()).close()
+    store = DiskStore.open(config, Counters())
+    assert found(store) == len(RUNS)
+    store.close()
+
+
+def test_a_device_that_says_nothing_of_holes_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path)
+    write_without(config, None, RUNS, monkeypatch)
+    heads = {}
+    for path in config.dirs[0].glob("*.seg"):
+        with path.open("r+b") as file:
+            heads[path] = file.read(4096)
+            file.seek(0)
+            file.write(bytes(4096))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "bad sector")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lseek", fail)
+        DiskStore.open(config, Counters()).close()
+    for path, head in heads.items():
+        with path.open("r+b") as file:
+            file.write(head)
+    store = DiskStore.open(config, Counters())
+    assert found(store) == len(RUNS)
+    store.close()
+
+
+def test_a_state_that_one_directory_does_not_take_is_not_written_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = DiskStore.open(replace(config, retry_s=50.0), Counters())
+    write_keys(store, RUNS[0], SIZES)
+    write_state, written = StoreDirectory.write_state, []
+
+    def full(self: StoreDirectory, text: bytes) -> None:
+        if self.path == config.dirs[1]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(text)
+        write_state(self, text)
+
+    monkeypatch.setattr(StoreDirectory, "write_state", full)
+    write_keys(store, RUNS[1], SIZES)
+    wait_until(lambda: bool(written))
+    time.sleep(4.5)
+    assert len(written) < 4, "the keeper looks once a second"
+    monkeypatch.undo()
+    store.close()
+
+
+def test_a_state_of_another_store_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path)
+    write_without(config, None, RUNS, monkeypatch)
+    (config.dirs[0] / "superblock.json").unlink()
+    for path in config.dirs[0].glob("*.seg"):
+        path.unlink()
+    counters = Counters()
+    store = DiskStore.open(config, counters)
+    assert counters["store.runs_lost"] == store.stats().written_today_bytes == 0
+    store.close()
