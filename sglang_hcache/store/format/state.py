@@ -82,7 +82,7 @@ class State:
             _built(_segments_of, found.get("segments")),
             frozenset(_built(_numbers_of, found.get("going"))),
             _built(_quarantined_of, found.get("quarantined")),
-            _built(_texts_of, found.get("meta")),
+            _built(texts_of, found.get("meta")),
         )
 
 
@@ -130,5 +130,6 @@ def _quarantined_of(found: dict[str, Any]) -> dict[bytes, dict[int, str]]:
     }
 
 
-def _texts_of(found: dict[str, Any]) -> dict[str, str]:
+def texts_of(found: dict[str, Any]) -> dict[str, str]:
+    """For :func:`read_value`: an object of texts."""
     return {name: str(text) for name, text in found.items()}

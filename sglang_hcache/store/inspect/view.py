@@ -18,7 +18,7 @@ from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Contents, Files, lost_runs
 from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.store.format.place import RunPlace
-from sglang_hcache.store.format.state import State, read_value
+from sglang_hcache.store.format.state import State, read_value, texts_of
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.start import read_state
@@ -231,7 +231,7 @@ class StoreView:
                     disk_bytes=sum(run.disk_bytes for run in runs),
                     written_at=self.written_at(segments[max(segments)]),
                     oldest_at=self.written_at(segments[min(segments)]),
-                    owner=read_value(notes.get(namespace_id.hex()), _texts_of),
+                    owner=read_value(notes.get(namespace_id.hex()), texts_of),
                 )
             )
         return sorted(found, key=lambda item: item.disk_bytes, reverse=True)
@@ -262,10 +262,6 @@ def _meanwhile(before: State, after: State) -> State:
 
 def _health_of(told: list[Any]) -> dict[int, tuple[str, str]]:
     return {stripe: (str(Condition(name)), str(reason)) for stripe, (name, reason) in enumerate(told)}
-
-
-def _texts_of(told: dict[str, Any]) -> dict[str, str]:
-    return {name: str(text) for name, text in told.items()}
 
 
 def _count_chunks(runs: Sequence[RunInfo]) -> int:

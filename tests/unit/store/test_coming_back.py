@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, census, removal
+from sglang_hcache.store import DiskStore, StoreConfig, census, removal
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.io import probing
 from sglang_hcache.store.reader import LayerReader, SliceFailure
@@ -101,6 +101,21 @@ def test_a_disk_that_was_mounted_read_only_meanwhile_is_read(
     assert is_healthy(store)
     write_keys(store, make_keys(1000, 2), LAYERS)
     read_keys(store, keys)
+
+
+def started_without_all_runs(
+    config: StoreConfig, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]
+) -> tuple[DiskStore, set[str], tuple[bytes, ...]]:
+    """A start without disk1, where a run lies alone; the directories that are sick, and the run's keys."""
+    names = {"disk0"}
+    open_store(config).close()
+    sick(names, monkeypatch)
+    store = open_store(config)
+    alone = make_keys(0, 4)
+    write_keys(store, alone, sizes)
+    store.close()
+    names.symmetric_difference_update(("disk0", "disk1"))
+    return open_store(config), names, alone
 
 
 def test_a_full_disk_that_cannot_be_read_either_stays_out(
@@ -279,15 +294,7 @@ def test_what_lies_only_in_a_directory_that_was_out_at_start_is_served_when_it_i
     is_killed: bool,
 ) -> None:
     config = small_config(tmp_path, 2)
-    names = {"disk0"}
-    open_store(config).close()
-    sick(names, monkeypatch)
-    store = open_store(config)
-    alone = make_keys(0, 4)
-    write_keys(store, alone, (4096,))  # only disk1 has it
-    store.close()
-    names.symmetric_difference_update(("disk0", "disk1"))
-    store = open_store(config)
+    store, names, alone = started_without_all_runs(config, open_store, monkeypatch, (4096,))
     assert match_keys(store, alone) == 0
     later = make_keys(100, 2)
     write_keys(store, later, LAYERS)
@@ -314,15 +321,7 @@ def test_what_cannot_be_looked_at_again_is_left_alone(
 ) -> None:
     """It goes out once more before anybody has read its headers: nothing there is taken for files of no run."""
     config = small_config(tmp_path, 2)
-    names = {"disk0"}
-    open_store(config).close()
-    sick(names, monkeypatch)
-    store = open_store(config)
-    alone = make_keys(0, 4)
-    write_keys(store, alone, LAYERS)
-    store.close()
-    names.symmetric_difference_update(("disk0", "disk1"))
-    store = open_store(config)
+    store, names, alone = started_without_all_runs(config, open_store, monkeypatch, LAYERS)
     inside = Inside(store)
     take_in = inside.space.take_in
 
@@ -347,15 +346,7 @@ def test_without_file_descriptors_nothing_is_taken_for_a_file_of_no_run(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     config = small_config(tmp_path, 2)
-    names = {"disk0"}
-    open_store(config).close()
-    sick(names, monkeypatch)
-    store = open_store(config)
-    alone = make_keys(0, 4)
-    write_keys(store, alone, LAYERS)
-    store.close()
-    names.symmetric_difference_update(("disk0", "disk1"))
-    store = open_store(config)
+    store, names, alone = started_without_all_runs(config, open_store, monkeypatch, LAYERS)
     names.clear()
 
     def refuse(*_: object) -> None:

@@ -9,6 +9,17 @@ from sglang_hcache.sglang_plugin.serving.waiting import Patience
 from tests.unit.plugin.serving.test_restores import World, tokens
 
 
+def timed_world() -> tuple[World, list[float]]:
+    """One request runs, and one that a tier has waits; and the time, by which it does."""
+    world, now = World(), [100.0]
+    world.coordinator._patience = patience = Patience(lambda: now[0])
+    world.coordinator.waiting.clock = patience.now
+    world.scheduler.running = True
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    return world, now
+
+
 @pytest.mark.parametrize(("places", "admitted"), [(1, []), (2, ["b"]), (3, ["b", "c"]), (4, ["b", "c", "d"])])
 def test_who_waits_for_its_restore_keeps_its_place(places: int, admitted: list[str]) -> None:
     world = World()
@@ -66,12 +77,7 @@ def test_who_waits_for_its_restore_keeps_its_adapters_place() -> None:
 
 @pytest.mark.parametrize("is_full", [True, False])
 def test_a_running_request_gets_the_room_of_what_was_restored_a_moment_ago(is_full: bool) -> None:
-    world, now = World(), [100.0]
-    world.coordinator._patience = patience = Patience(lambda: now[0])
-    world.coordinator.waiting.clock = patience.now
-    world.scheduler.running = True
-    world.store(tokens(1, 4))
-    world.queue("a", tokens(1, 4))
+    world, now = timed_world()
     world.coordinator.tick()
     world.scheduler.is_full = is_full
     world.engine.end(RestoreState.DONE)
@@ -92,12 +98,7 @@ def test_a_running_request_gets_the_room_of_what_was_restored_a_moment_ago(is_fu
 
 @pytest.mark.parametrize(("is_full", "given_back"), [(True, 0), (False, 1)])
 def test_what_is_restored_is_kept_while_no_request_may_begin(is_full: bool, given_back: int) -> None:
-    world, now = World(), [100.0]
-    world.coordinator._patience = patience = Patience(lambda: now[0])
-    world.coordinator.waiting.clock = patience.now
-    world.scheduler.running = True
-    world.store(tokens(1, 4))
-    world.queue("a", tokens(1, 4))
+    world, now = timed_world()
     world.restore()
     world.scheduler.is_full = is_full
     for _ in range(120):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -67,10 +69,11 @@ def test_a_doze_is_short_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyP
     context.term()
 
 
-@pytest.mark.parametrize("sees_requests", [True, False])
-def test_a_doze_without_a_bell_is_short_and_does_not_last_for_who_has_come(
-    sees_requests: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def view_and_sockets(
+    sees_requests: bool, num_ranks: int
+) -> Iterator[tuple[SchedulerOf, zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A scheduler's, the socket by which requests come to it, and the one by which they are sent."""
     context = zmq.Context()
     with (
         context.socket(zmq.PULL) as receiver,
@@ -82,7 +85,15 @@ def test_a_doze_without_a_bell_is_short_and_does_not_last_for_who_has_come(
             recv_from_tokenizer=receiver if sees_requests else None,
             recv_from_rpc=rpc if sees_requests else None,
         )
-        view = scheduler_of(channels, receiver, 1)
+        yield scheduler_of(channels, receiver, num_ranks), receiver, sender
+    context.term()
+
+
+@pytest.mark.parametrize("sees_requests", [True, False])
+def test_a_doze_without_a_bell_is_short_and_does_not_last_for_who_has_come(
+    sees_requests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with view_and_sockets(sees_requests, 1) as (view, receiver, sender):
         monkeypatch.setattr(scheduler, "_NAP_MS", 30)
         began = time.monotonic()
         view.doze(None)
@@ -93,7 +104,6 @@ def test_a_doze_without_a_bell_is_short_and_does_not_last_for_who_has_come(
             monkeypatch.setattr(scheduler, "_NAP_MS", 60_000)
             view.doze(None)
             assert time.monotonic() - began < 60.0
-    context.term()
 
 
 def ready(descriptor: int, seconds: float) -> bool:
@@ -104,18 +114,8 @@ def ready(descriptor: int, seconds: float) -> bool:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_doze_ends_when_a_request_comes(sees_requests: bool, num_ranks: int) -> None:
     """Where that is not seen, it is short."""
-    context, running = zmq.Context(), Running(Alone())
-    with (
-        context.socket(zmq.PULL) as receiver,
-        context.socket(zmq.PUSH) as sender,
-        context.socket(zmq.DEALER) as rpc,
-    ):
-        sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
-        channels = SimpleNamespace(
-            recv_from_tokenizer=receiver if sees_requests else None,
-            recv_from_rpc=rpc if sees_requests else None,
-        )
-        view = scheduler_of(channels, receiver, num_ranks)
+    running = Running(Alone())
+    with view_and_sockets(sees_requests, num_ranks) as (view, receiver, sender):
         sender.send(b"a request")
         if sees_requests:
             assert receiver.poll(60_000)
@@ -127,4 +127,3 @@ def test_a_doze_ends_when_a_request_comes(sees_requests: bool, num_ranks: int) -
         running.wait(view.doze)
         assert ready(running._bell, 0.0) is False
         assert time.monotonic() - began < 60.0
-    context.term()
