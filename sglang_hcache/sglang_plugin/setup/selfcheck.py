@@ -152,7 +152,7 @@ class _Check:
 
     def worst(self, restorer: LayerRestorer, method: Method) -> Worst:
         """The largest difference of what ``restorer`` writes, all layers at once."""
-        stored = [StoredRows.of(layer, method, rows) for layer, rows in self._stored(method)]
+        stored = [_in_host_memory(layer, method, rows) for layer, rows in self._stored(method)]
         if len(stored) != len(self._layers):
             return Worst(math.inf, 0)
         self._thread.submit(self._restore, restorer, stored).result()
@@ -233,7 +233,7 @@ class _Check:
     @torch.inference_mode()
     def _restore(self, restorer: LayerRestorer, stored: Sequence[StoredRows]) -> None:
         self._blank(self._layers)
-        positions = self._positions.to(stored[0].memory.device)
+        positions = self._positions.to(self._others.device)
         restorer.restore(stored, positions, self._others[: self._count])
 
     @torch.inference_mode()
@@ -258,6 +258,15 @@ class _Check:
     def _difference(self, layer: int) -> float:
         mine, true = (self._pool.read(layer, slots[: self._count]) for slots in (self._others, self._slots))
         return max((_relative(one, other) for one, other in zip(mine, true, strict=True)), key=_as_rank)
+
+
+def _in_host_memory(layer: int, method: Method, rows: torch.Tensor) -> StoredRows:
+    """As a restore finds them, and not side by side: also what copies them to a GPU is checked."""
+    count, half = len(rows), len(rows) // 2
+    memory = torch.empty(count + 1, rows.shape[1], dtype=rows.dtype, pin_memory=rows.is_cuda)
+    memory[:half], memory[half + 1 :] = rows[:half], rows[half:]
+    spans = ((0, half), (half + 1, count - half))
+    return StoredRows(layer, method, memory, tuple(span for span in spans if span[1]))
 
 
 def _relative(mine: torch.Tensor, true: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_hcache.core.layout import Method
+from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.setup.selfcheck import _Check, _relative, tolerance
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,10 +75,9 @@ class Pool:
         return self.memory[layer, 0, slots], self.memory[layer, 1, slots]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_slots_are_given_back_without_a_nan(fails: bool) -> None:
-    pool = Pool()
-    model: Any = SimpleNamespace(
+@pytest.fixture
+def model() -> Any:
+    return SimpleNamespace(
         dtype=torch.float32,
         row_dtype=torch.float32,
         vocabulary=100,
@@ -85,6 +85,31 @@ def test_slots_are_given_back_without_a_nan(fails: bool) -> None:
         shape=SimpleNamespace(num_layers=2),
         watch=lambda *_: (),
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 96])
+def test_rows_come_from_host_memory_where_they_do_not_lie_side_by_side(model: Any, tokens: int) -> None:
+    """As a GPU's batched copies will find them: whether those work is decided at the first one."""
+    pool, asked = Pool(), list[StoredRows]()
+    model.context_length = tokens
+    restorer: Any = SimpleNamespace(restore=lambda stored, *_: asked.extend(stored))
+    with _Check(model, pool, pool, watch=False) as check:  # type: ignore[arg-type]
+        check.worst(restorer, Method.KV)
+        wanted = [torch.cat(pool.read(layer, check._slots[:40])[:1]) for layer in (0, 1)]
+    assert [(rows.layer, rows.memory.device.type, len(rows)) for rows in asked] == [
+        (layer, "cpu", min(tokens, 40)) for layer in (0, 1)
+    ]
+    assert all(len(rows.spans) == min(tokens, 2) for rows in asked)
+    assert all(
+        first + count < second for rows in asked if tokens > 1 for (first, count), (second, _) in [rows.spans]
+    )
+    for rows, key in zip(asked, wanted, strict=True):
+        assert torch.equal(rows.memory[rows.places][:, :8], key.flatten(1)[: len(rows)])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_slots_are_given_back_without_a_nan(model: Any, fails: bool) -> None:
+    pool = Pool()
     idle: Any = SimpleNamespace(restore=lambda *_: None)
     try:
         with _Check(model, pool, pool, watch=False) as check:  # type: ignore[arg-type]
