@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import Census, Files, is_served, lost_runs
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.names import OLD_INDEX_NAMES, STATE_NAME
+from sglang_hcache.store.format.names import STATE_NAME
 from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.state import SegmentState, State
 from sglang_hcache.store.format.superblock import StoreIdentity
@@ -72,7 +69,6 @@ def begin(
             f"cannot use {volumes[0].path} (--hcache-dirs): {volumes[0].health.reason}; nothing was changed, start "
             "again when its disk answers"
         )
-    _remove_old_indexes(volumes)
     census = Census(contents, volumes, catalog, config.file_bytes)
     for place in places:
         # Where nobody knows what was used last, segments count as used in the order of their numbers.
@@ -129,19 +125,6 @@ def _next_number(highest: int, files: Files) -> int:
     return (highest // numbers + 1) * numbers + _UNSEEN_SEGMENTS * (1 + files.found.index(None))
 
 
-def _remove_old_indexes(volumes: Sequence[Volume]) -> None:
-    """What an earlier version left: nobody reads it any more."""
-
-    def remove(folder: Path) -> None:
-        for name in OLD_INDEX_NAMES:
-            (folder / name).unlink(missing_ok=True)
-
-    for volume in volumes:
-        if volume.health.can_delete:
-            with contextlib.suppress(StoreError):  # the next start tries again
-                volume.call(partial(remove, volume.path), "an old index", writing=True, blame=False)
-
-
 def _unsaved(state: State, files: Files, places: Sequence[RunPlace]) -> dict[float, int]:
     """Bytes of runs that the state does not know, by the time of their segment's last write.
 
@@ -151,7 +134,7 @@ def _unsaved(state: State, files: Files, places: Sequence[RunPlace]) -> dict[flo
     sizes: dict[int, list[int]] = defaultdict(list)
     for place in places:
         is_known = place.segment in state.segments or place.segment > newest
-        if state.serial and is_known and is_served(state, place):
+        if is_known and is_served(state, place):
             sizes[place.segment].append(place.shape.disk_bytes)
     found: dict[float, int] = defaultdict(int)
     for number, of_runs in sizes.items():

@@ -8,7 +8,7 @@ STATE_TMP_NAME = "state.tmp"
 PROBE_NAME = "probe.tmp"
 """What a directory is tried with, and how fast it is read; a crash may leave one behind."""
 OLD_INDEX_NAMES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal")
-"""Of an index that stores once had: a start deletes them."""
+"""Of an index that formats up to 3 had: who clears a store of any format deletes them."""
 OWN_NAMES = frozenset(
     {
         LOCK_NAME,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.names import (
-    OLD_INDEX_NAMES,
     PROBE_NAME,
     STATE_NAME,
     STATE_TMP_NAME,
@@ -89,10 +88,6 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
     left = [name for name in (PROBE_NAME, STATE_TMP_NAME, SUPERBLOCK_TMP_NAME) if name in names]
     if left:
         yield Finding(f"{path}: left behind by a crash: {_shown(left)}", f"`{GC}` removes it", is_error=False)
-    old = [name for name in OLD_INDEX_NAMES if name in names]
-    if old:
-        what = f"{path}: holds an index, which this version does not need: {_shown(old)}"
-        yield Finding(what, f"`{GC}` removes it, and so does the next start of a server", is_error=False)
 
 
 def _conditions(view: StoreView) -> Iterator[Finding]:

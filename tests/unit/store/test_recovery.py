@@ -19,13 +19,10 @@ from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, removal
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
-from sglang_hcache.store.format.names import OLD_INDEX_NAMES
 from sglang_hcache.store.format.record import pack_header
 from sglang_hcache.store.format.state import SegmentState
-from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.maintenance import clear, collect, erase
 from sglang_hcache.store.inspect.rebuild import rebuild
-from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -224,19 +221,6 @@ def test_what_is_known_of_segments_that_are_gone_does_not_stay_for_ever(
     assert Inside(store).active.number == 1200, "a number that was in use is not used again at once"
     store.close()
     assert [*state_of(closed.dirs[0]).segments] == [*known, 1200]
-
-
-def test_what_an_earlier_version_left_is_deleted(closed: StoreConfig, open_store: OpenStore) -> None:
-    old = [folder / name for folder in closed.dirs for name in OLD_INDEX_NAMES]
-    for path in old:
-        path.write_bytes(b"SQLite format 3")
-        path.chmod(0o600)
-    with StoreView.open(closed.dirs) as view:
-        found = check(view)
-    assert len(found) == len(closed.dirs)
-    assert not any(item.is_error for item in found)
-    assert readable(open_store(closed)) == list(range(RUNS))
-    assert not any(path.exists() for path in old)
 
 
 def test_a_start_skips_runs_with_missing_or_damaged_headers(

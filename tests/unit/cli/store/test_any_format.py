@@ -31,6 +31,7 @@ def dirs(tmp_path: Path) -> tuple[Path, ...]:
     for path in config.dirs:
         block = json.loads((path / "superblock.json").read_text())
         (path / "superblock.json").write_text(json.dumps({**block, "format_version": 99}))
+    (config.dirs[1] / "index.sqlite-wal").write_bytes(b"as format 3 had")
     (config.dirs[0] / "notes.txt").write_text("mine")
     return config.dirs
 
@@ -49,11 +50,11 @@ def test_it_asks_and_deletes_only_what_is_of_the_store(
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     code, _, err = hcache("clear", "--any-format", *dirs)
     assert code == 2
-    assert f"Delete the store in {dirs[0]} (3 files), {dirs[1]} (3 files), " in err
+    assert f"Delete the store in {dirs[0]} (3 files), {dirs[1]} (4 files), " in err
     assert [names(path) for path in dirs] == before
     code, out, _ = hcache("clear", "--any-format", "--yes", "--json", *dirs)
     assert code == 0
-    assert [item["files"] for item in json.loads(out)["directories"]] == [3, 3]
+    assert [item["files"] for item in json.loads(out)["directories"]] == [3, 4]
     assert [names(path) for path in dirs] == [{"lock", "notes.txt"}, {"lock"}]
     code, _, err = hcache("clear", "--any-format", "--yes", *dirs)
     assert (code, "holds no store; is its disk mounted? If its store was deleted before" in err) == (2, True)
