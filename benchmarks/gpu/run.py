@@ -1,4 +1,4 @@
-"""One command for what only a GPU can show, in under nine minutes. Results so far are in ``docs/gpu.md``.
+"""One command for what only a GPU can show, in under nine minutes. Results so far: ``docs/results-gpu.md``.
 
 python benchmarks/gpu/run.py --out DIR
 """
