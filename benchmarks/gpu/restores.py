@@ -162,10 +162,12 @@ class RestoreCheck:
         # As a server's, which may have both.
         sizes = StageSizes.of(dtype.itemsize * shape.hidden_size, dtype.itemsize * 2 * shape.width)
         self.stage = DeviceStage(streams, sizes, tokens)
+        self._method, self._writer = method, writer
+        self._layer_writer = load_layer_writer(self.pool, layers)
         restorer = LayerRestorer(
             *(dtype, self.pool, shape.kv_heads, self.layers, writer),
             stage=self.stage,
-            layers=load_layer_writer(self.pool, layers),
+            layers=self._layer_writer,
         )
         self.restores = Restores(method, self.rows, restorer, memory, piece=piece)
 
@@ -176,11 +178,26 @@ class RestoreCheck:
         """
         self.pool.clear()
         self.restores.run(self.slots)
+        return self.error_in_pool()
+
+    def error_in_pool(self) -> float:
+        """As it is now."""
         return max(
             error_ulps(mine, true)
             for layer, pair in enumerate(self.true)
             for mine, true in zip(self.pool.read(layer, self.slots), pair, strict=True)
         )
+
+    def compute(self) -> None:
+        """What a restore asks the device for besides the copies, a layer at a time, on the current stream."""
+        for layer, rows in enumerate(self.rows):
+            if self._method is Method.KV:
+                self._layer_writer(rows, layer, self.slots)
+                continue
+            key, value = self.layers.project_unrotated(layer, rows)
+            self._writer.finish(
+                key, value, self.layers.steps, self.positions, self.slots, self.pool.buffers(layer)
+            )
 
     def close(self) -> None:
         self.restores.close()
@@ -242,7 +259,7 @@ def _measure_one(case: _Case, device: torch.device, memory: HostMemory) -> dict[
     )
     ulps = max(check.error() for _ in range(2))
     seconds = statistics.median(check.restores.run(check.slots) for _ in range(ROUNDS))
-    copy_s, compute_s = _floors(check, case.method)
+    copy_s, compute_s = _floors(check)
     check.close()
     return {
         "ulps": ulps,
@@ -256,21 +273,9 @@ def _measure_one(case: _Case, device: torch.device, memory: HostMemory) -> dict[
     }
 
 
-def _floors(check: RestoreCheck, method: Method) -> tuple[float, float]:
-    """Seconds of the copies alone, a layer at a time, and of the products and the kernel alone."""
+def _floors(check: RestoreCheck) -> tuple[float, float]:
+    """Seconds of the copies alone, a layer at a time, and of the products and kernels alone."""
     pinned = check.rows[0].cpu().pin_memory()  # every layer has as many bytes
     target = torch.empty_like(check.rows[0])
     copy_s = timed(lambda: [target.copy_(pinned, non_blocking=True) for _ in check.rows], rounds=ROUNDS)
-    writer = TritonRows()
-
-    def compute() -> None:
-        for layer, rows in enumerate(check.rows):
-            if method is Method.KV:
-                writer.store(rows, check.slots, check.pool.buffers(layer))
-                continue
-            key, value = check.layers.project_unrotated(layer, rows)
-            writer.finish(
-                key, value, check.layers.steps, check.positions, check.slots, check.pool.buffers(layer)
-            )
-
-    return copy_s, timed(compute, rounds=ROUNDS)
+    return copy_s, timed(check.compute, rounds=ROUNDS)

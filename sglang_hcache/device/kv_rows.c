@@ -79,12 +79,11 @@ static inline void finish_writes(void) {
 ROTATE_AND_STORE(rotate_and_store_bf16, uint16_t, load_bf16, round_bf16, store_bf16)
 ROTATE_AND_STORE(rotate_and_store_f32, float, load_f32, round_f32, store_f32)
 
-/* rows: (any, 2 * row_bytes), K first; places: which of them, in the order of their slots; NULL: the first ones. Pools of
- * rows of row_bytes. */
+/* rows: (any, 2 * row_bytes), K first; places: which of them, in the order of their slots. Pools of rows of row_bytes. */
 void store_rows(const char *restrict rows, const int64_t *restrict places, const int64_t *restrict slots,
                 char *restrict key_pool, char *restrict value_pool, int64_t row_bytes, int64_t count) {
     for (int64_t row = 0; row < count; row++) {
-        const char *both = rows + 2 * (places ? places[row] : row) * row_bytes;
+        const char *both = rows + 2 * places[row] * row_bytes;
         write_past_caches(key_pool + slots[row] * row_bytes, both, row_bytes);
         write_past_caches(value_pool + slots[row] * row_bytes, both + row_bytes, row_bytes);
     }

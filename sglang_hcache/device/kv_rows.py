@@ -104,18 +104,19 @@ class KVRows:
     def store(
         self,
         rows: torch.Tensor,
+        places: torch.Tensor,
         slots: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
-        places: torch.Tensor | None = None,
     ) -> None:
-        """As in the protocol.
+        """Write rows of K and V side by side to ``slots``, as they are.
 
         Args:
-            places: (n,) int64, contiguous: which of ``rows``, of which there may be any number; None: all.
+            rows: (any number, 2 * kv_heads * head_dim), contiguous, K first.
+            places: (n,) int64, contiguous: which of them, in the order of ``slots``, which are as many.
+            pools: as for :meth:`finish`; of the rows' dtype.
         """
         row_bytes = rows.shape[1] // 2 * rows.element_size()
-        picked = None if places is None else _address(places)
-        arguments = (_address(rows), picked, *(_address(each) for each in (slots, *pools)))
+        arguments = (_address(each) for each in (rows, places, slots, *pools))
         self._store(*arguments, _Int(row_bytes), _Int(len(slots)))
 
 

@@ -37,17 +37,6 @@ class RowWriter(Protocol):
             pools: K and V, each (slots, kv_heads, head_dim) of the same dtype, contiguous.
         """
 
-    def store(
-        self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Write rows of K and V side by side to ``slots``.
-
-        Args:
-            rows: (n, 2 * kv_heads * head_dim), contiguous, K first.
-            slots: (n,) int64, contiguous.
-            pools: K and V, each (slots, kv_heads, head_dim) of the rows' dtype, contiguous.
-        """
-
 
 class LayerWriter(Protocol):
     """Writes K and V of several layers into the KV pool at once, as they are."""

@@ -21,7 +21,6 @@ _VALUES_AT_ONCE = 2048
 """Values of a token's row, in each tensor that a program holds: 16 for each of 128 threads."""
 _VALUES_OF_A_WARP = 256
 """Eight a thread: 16 bytes of a half type."""
-_NOTHING = KeySteps(None, None)
 
 
 class TritonRows:
@@ -60,12 +59,6 @@ class TritonRows:
             (key, value, table, positions, slots, weight, key_pool, value_pool),
             (key.stride(0), value.stride(0), num_positions, epsilon),
         )
-
-    def store(
-        self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        key, value = rows.chunk(2, dim=1)
-        self.finish(key, value, _NOTHING, slots, slots, pools)
 
     def _launches_of(self, steps: KeySteps, heads: int, head_dim: int) -> Launches:
         """Found once: to work out the constants takes as long as to launch the kernel."""

@@ -135,9 +135,11 @@ class LayerRestorer:
         """On a CPU, the rows ``places`` of its memory."""
         layer, is_kv = stored.layer, stored.method is Method.KV
         if is_kv and isinstance(self._rows, KVRows):
-            self._rows.store(stored.memory, slots, self._pool.buffers(layer), places)
+            self._rows.store(stored.memory, places, slots, self._pool.buffers(layer))
         elif is_kv:
-            self._store(layer, self._side_by_side(stored.memory, places), slots)
+            rows = self._side_by_side(stored.memory, places)
+            key, value = rows.view(len(rows), 2, self._kv_heads, -1).unbind(1)
+            self._pool.write(layer, slots, key, value)
         else:
             self._project(layer, self._side_by_side(stored.memory, places), positions, slots)
 
@@ -157,7 +159,8 @@ class LayerRestorer:
     ) -> None:
         layer, rows = stored.layer, stored.rows
         if stored.method is Method.KV:
-            self._store(layer, rows, slots)
+            assert self._layers is not None
+            self._layers(rows, layer, slots)
             return
         assert self.stage is not None
         for part in self.stage.pace.parts(len(rows), check):
@@ -194,13 +197,3 @@ class LayerRestorer:
                 scratch = torch.empty(ROWS_AT_ONCE * width, dtype=self.dtype)
             setattr(self._local, name, scratch)
         return scratch[: count * width].view(count, width)
-
-    def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        if self._layers is not None:
-            self._layers(rows, layer, slots)
-            return
-        if self._rows is not None:
-            self._rows.store(rows, slots, self._pool.buffers(layer))
-            return
-        key, value = rows.view(len(rows), 2, self._kv_heads, -1).unbind(1)
-        self._pool.write(layer, slots, key, value)

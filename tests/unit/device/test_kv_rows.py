@@ -60,19 +60,6 @@ def test_rotated_rows_land_in_their_slots_with_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int8], ids=str)
-@pytest.mark.parametrize("count", [1, 512, 1777])
-def test_stored_rows_land_in_their_slots(rows: KVRows, dtype: torch.dtype, count: int) -> None:
-    both = torch.randn(count, 2 * WIDTH).mul(20).to(dtype)
-    slots = torch.randperm(SLOTS)[:count]
-    mine, expected = pools(dtype), pools(dtype)
-    rows.store(both, slots, mine)
-    expected[0][slots] = both[:, :WIDTH].reshape(-1, HEADS, HEAD_DIM)
-    expected[1][slots] = both[:, WIDTH:].reshape(-1, HEADS, HEAD_DIM)
-    assert torch.equal(mine[0], expected[0])
-    assert torch.equal(mine[1], expected[1])
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
 @pytest.mark.parametrize("head_dim", [HEAD_DIM, 6])
 @pytest.mark.parametrize("count", [1, 512, 1777])
 def test_any_rows_are_stored_from_where_they_are(
@@ -82,11 +69,11 @@ def test_any_rows_are_stored_from_where_they_are(
     memory = torch.randn(SLOTS, 2 * width).mul(20).to(dtype)
     places, slots = torch.randperm(SLOTS)[:count], torch.randperm(SLOTS)[:count]
     mine, expected = pools(dtype, head_dim), pools(dtype, head_dim)
-    rows.store(memory, slots, mine, places)
-    rows.store(memory[places], slots, expected)
+    rows.store(memory, places, slots, mine)
+    expected[0][slots] = memory[places, :width].reshape(-1, HEADS, head_dim)
+    expected[1][slots] = memory[places, width:].reshape(-1, HEADS, head_dim)
     assert torch.equal(mine[0], expected[0])
     assert torch.equal(mine[1], expected[1])
-    assert torch.equal(mine[0][slots].flatten(1), memory[places, :width])
 
 
 class Pool:

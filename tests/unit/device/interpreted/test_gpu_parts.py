@@ -124,4 +124,8 @@ def test_restores_are_right_and_wrong_ones_are_seen(
         assert check.error() <= MOST_ULPS
         check.true[1][0][3] += check.true[1][0].abs().max() / 100
         assert check.error() > MOST_ULPS
+        check.true[1] = check.pool.read(1, check.slots)
+        check.pool.clear()
+        check.compute()
+        assert check.error_in_pool() <= MOST_ULPS
     check.close()

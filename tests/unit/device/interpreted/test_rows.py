@@ -145,21 +145,6 @@ def test_without_a_step_rows_are_copied(dtype: torch.dtype) -> None:
     case = Case(dtype, dim=0, head_dim=80)
     assert case.steps == KeySteps(None, None)
     assert_same(case.run(), case.expected())
-    pools = case.pools()
-    TritonRows().store(torch.cat([case.key, case.value], dim=1), case.slots, pools)
-    assert_same(pools, case.expected())
-
-
-def test_rows_of_bytes_are_copied() -> None:
-    """As an FP8 pool holds them."""
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(1, 256, (5, 2 * 3 * 80), dtype=torch.uint8, generator=draw)
-    slots = torch.randperm(SLOTS, generator=draw)[:5]
-    pools = torch.zeros(SLOTS, 3, 80, dtype=torch.uint8), torch.zeros(SLOTS, 3, 80, dtype=torch.uint8)
-    TritonRows().store(rows, slots, pools)
-    for pool, part in zip(pools, rows.chunk(2, dim=1), strict=True):
-        assert torch.equal(pool[slots].flatten(1), part)
-        assert pool.count_nonzero() == part.numel()
 
 
 def test_what_is_not_a_number_stays_so() -> None:
