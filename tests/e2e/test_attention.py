@@ -74,7 +74,7 @@ def test_the_self_check_finds_a_projector(results: Results, family: str) -> None
 def test_a_prompt_comes_back_by_every_projector(results: Results, family: str) -> None:
     """Also by the generic one, which knows nothing of the family."""
     found = seen(results, family)
-    expected = {"generic", "generic, whole"} | ({"described"} if family not in NOT_DESCRIBED else set())
+    expected = {"generic"} | ({"described"} if family not in NOT_DESCRIBED else set())
     assert set(found["restored"]) == expected
     for name, error in found["restored"].items():
         assert isinstance(error, float), f"{name}: {error}"

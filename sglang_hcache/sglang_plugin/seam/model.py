@@ -183,12 +183,11 @@ class ServedModel:
         forms = [form for each in self.attention if (form := describe(each)) is not None]
         if forms and len(forms) == len(self.attention):
             yield "described", DescribedProjector(forms)
-        for name, drop_query in (("generic", True), ("generic, whole", False)):
-            try:
-                if self.attention:
-                    yield name, GenericProjector(self.attention, drop_query=drop_query)
-            except ValueError as error:
-                logger.info("hcache: %s: %s", self.architecture, error)
+        try:
+            if self.attention:
+                yield "generic", GenericProjector(self.attention)
+        except ValueError as error:
+            logger.info("hcache: %s: %s", self.architecture, error)
 
     def weights(self) -> bytes:
         """Fingerprint of the weights that are loaded now: of what a checkpoint holds. Reads all of them.

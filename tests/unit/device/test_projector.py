@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sglang_hcache.device.attention import Attention, describe
-from sglang_hcache.device.generic import GenericProjector, _KeyRotation
+from sglang_hcache.device.generic import GenericProjector
 from sglang_hcache.device.projector import DescribedProjector
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, ROWS = 4, 2, 8, 24, 11
@@ -126,8 +126,7 @@ def test_every_projector_makes_what_attention_gets(kind: str) -> None:
     assert form is not None
     projectors = {
         "described": DescribedProjector([form]),
-        "generic": GenericProjector([attention], drop_query=True),
-        "whole": GenericProjector([attention], drop_query=False),
+        "generic": GenericProjector([attention]),
     }
     for name, projector in projectors.items():
         for mine, true in zip(projector.project(0, hidden, positions), expected, strict=True):
@@ -160,10 +159,7 @@ def test_a_gpus_rotation_gets_as_many_heads_of_the_query_as_of_the_key() -> None
     hidden, positions = torch.empty(ROWS, HIDDEN, device="meta"), torch.arange(ROWS, device="meta")
     form = describe(attention)
     assert form is not None
-    for projector in (DescribedProjector([form]), GenericProjector([attention], drop_query=True)):
-        assert projector.project(0, hidden, positions)[0].shape == (ROWS, KV_HEADS, HEAD_DIM)
-    query, key = (torch.empty(ROWS, heads, HEAD_DIM, device="meta") for heads in (HEADS, KV_HEADS))
-    assert _KeyRotation(KernelOfAGpu())(positions, query, key)[0] is query
+    assert DescribedProjector([form]).project(0, hidden, positions)[0].shape == (ROWS, KV_HEADS, HEAD_DIM)
 
 
 @torch.no_grad()
@@ -186,7 +182,7 @@ def test_weights_are_those_of_the_moment() -> None:
     attention = layer("bias")
     form = describe(attention)
     assert form is not None
-    projectors = [DescribedProjector([form]), GenericProjector([attention], drop_query=True)]
+    projectors = [DescribedProjector([form]), GenericProjector([attention])]
     attention.module.qkv_proj.weight = nn.Parameter(torch.randn(Q_SIZE + 2 * KV_SIZE, HIDDEN))  # type: ignore[union-attr]
     hidden, positions = torch.randn(ROWS, HIDDEN), torch.arange(ROWS)
     expected, _ = truth(attention, hidden, positions)
@@ -200,7 +196,7 @@ def test_the_generic_projector_leaves_the_model_alone() -> None:
     seen: list[str] = []
     attention.module.register_forward_pre_hook(lambda *_: seen.append("module"))
     attention.module.attn.register_forward_pre_hook(lambda *_: seen.append("attn"))  # type: ignore[union-attr]
-    projector = GenericProjector([attention], drop_query=False)
+    projector = GenericProjector([attention])
     hidden, positions = torch.randn(ROWS, HIDDEN), torch.arange(ROWS)
     projector.project(0, hidden, positions)
     assert seen == [], "hooks are for passes of the model: they capture"
@@ -225,12 +221,12 @@ def test_what_looks_otherwise_is_not_described() -> None:
 
 def test_attention_without_hidden_states_is_no_case_for_the_generic_projector() -> None:
     with pytest.raises(ValueError, match="nothing called hidden_states"):
-        GenericProjector([Attention(nn.Sequential(nn.Linear(2, 2)), "0", 1, 1, 2)], drop_query=True)
+        GenericProjector([Attention(nn.Sequential(nn.Linear(2, 2)), "0", 1, 1, 2)])
 
 
 def test_a_module_that_never_attends_is_an_error() -> None:
     attention = layer("plain")
-    projector = GenericProjector([attention], drop_query=True)
+    projector = GenericProjector([attention])
     runner = projector._runners[0]
     runner.forward = lambda **_: None  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError, match="layer 0 handed over no K and V"):
