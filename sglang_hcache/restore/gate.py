@@ -23,7 +23,7 @@ OVERHEAD_S = 0.002
 
 _SHORT_S = 0.004
 """What a restore took says something of how fast tier and device are, and something of the delay that every restore
-has. A restore whose work is predicted to take this long says as much of the one as of the other, a shorter one more of
+has. A restore whose work takes this long, as predicted or in waiting for a slow disk, says as much of the one as of the other, a shorter one more of
 the delay: a few milliseconds of waiting must not make tier or device look slow."""
 
 
@@ -268,11 +268,12 @@ class RestoreGate:
         """
         if first_layers_s is not None:
             self._drift.learn(_FIRST, decision.drift[_FIRST] * first_layers_s / decision.first_layers_s)
-        name, predicted_s = decision.bottleneck, decision.job_s
+        name, predicted_s, work_s = decision.bottleneck, decision.job_s, decision.work_s
         if 0 < decision.io_s < waited_s and waited_s > seconds / 2:
             # A disk has become slow. Blamed on the work, or on memory, restores from memory would stop as well.
             name = decision.read_tier
             predicted_s = decision.job_s if decision.waits_for_reads else decision.io_s
+            work_s = max(work_s, waited_s)
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
         if not is_complete and seconds < decision.job_s:
@@ -281,7 +282,7 @@ class RestoreGate:
             self._unknown.remove(name)
             self._drift.factors[name] *= max(1.0, seconds / decision.io_s)
         elif name != _FIRST or first_layers_s is None:
-            of_speed = decision.work_s / (decision.work_s + _SHORT_S)
+            of_speed = work_s / (work_s + _SHORT_S)
             self._drift.learn(name, decision.drift[name] * seconds / predicted_s, of_speed)
             delay_s = max(0.0, bounded(seconds / decision.job_s) * decision.job_s - decision.work_s)
             self._delay_s += WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)

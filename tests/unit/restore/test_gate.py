@@ -319,6 +319,21 @@ def test_a_disk_that_became_slow_is_not_taken_for_slow_work() -> None:
     assert late == 2
 
 
+def test_so_does_one_from_which_restores_were_short() -> None:
+    """What they take beside their predicted 1 ms is waiting for reads, and no delay of all restores."""
+    some = gate(disk=1e-7, project=1e-8, run=per_token(3e-6))
+    assert decide(some, 0, 1024).work_s < 0.002
+    late = 0
+    for _ in range(100):
+        decision = decide(some, 0, 1024)
+        if decision.pays():
+            late += 1
+            deadline_s = decision.deadline_s(0.0)
+            some.restored(decision, deadline_s, waited_s=0.9 * deadline_s, is_complete=False)
+    assert late <= 3
+    assert decide(some, 1024, 0).pays()
+
+
 @pytest.mark.parametrize("disk", [4e-6, 1e-6, None])
 def test_a_slow_disk_is_not_blamed_on_host_memory_that_has_most_of_a_prefix(disk: float | None) -> None:
     """Nor where it was taken to be as fast."""
