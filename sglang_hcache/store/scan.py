@@ -192,14 +192,18 @@ class _File:
 
 def _scan_file(file: _File, here: tuple[int, int, int]) -> Iterator[tuple[RunPlace, bool]]:
     at = last = 0
+    go_on = BLOCK
     while at + BLOCK <= file.size:
         header = _header_at(file.block(at, at - last), here, at)
         end = 0 if header is None else header.place.end(here[1])
         if header is not None and end <= file.size:
             yield header.place, header.begins_part
+            # Other headers may be what a failed write left: the end that they tell must not hide what is before it.
+            go_on = (end if header.begins_part else at) + BLOCK
             last, at = at, end
-        else:  # also within the last part: a header that is wrong in its sizes must not hide those behind it
-            last = at = _next_candidate(file, last + BLOCK)
+        else:
+            last, at = at, _next_candidate(file, go_on)
+            go_on = at + BLOCK
 
 
 def _header_at(block: bytes, here: tuple[int, int, int], at: int) -> ExtentHeader | None:
@@ -215,9 +219,11 @@ def _header_at(block: bytes, here: tuple[int, int, int], at: int) -> ExtentHeade
 
 def _next_candidate(file: _File, at: int) -> int:
     """The next block from ``at`` on that begins like a header, or the end. Skips holes."""
+    size = BLOCK  # behind what was erased it is mostly the first one
     while at < file.size:
         at = file.next_data(at) // BLOCK * BLOCK
-        window = file.read(_WINDOW_BYTES, at)
+        window = file.read(size, at)
+        size = _WINDOW_BYTES
         for offset in range(0, len(window), BLOCK):
             if window.startswith(MAGIC, offset):
                 return at + offset

@@ -1,0 +1,45 @@
+"""What a start reads of segment files, and what it keeps when reads fail."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.inspect.maintenance import erase
+from sglang_hcache.testing.stored_chunks import make_keys, make_run, match_keys, payload_of, small_config
+
+GOING = b"a tenant to go.."
+LAYERS = (32768,) * 8
+
+
+def test_behind_what_was_erased_a_start_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path, segment=2**24, size=2**27)
+    store = DiskStore.open(config, Counters())
+    runs = [make_keys(10 * number, 4) for number in range(24)]
+    for number, keys in enumerate(runs):
+        run = make_run(keys, LAYERS)
+        run = replace(run, namespace_id=GOING) if number % 2 else run
+        store.write_run(run, payload_of(run))
+    files = store.stats().segments
+    store.close()
+    erase(config.dirs, [GOING])
+    pread, read = os.pread, list[int]()
+
+    def counting(fd: int, size: int, offset: int) -> bytes:
+        data = pread(fd, size, offset)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg"):
+            read.append(len(data))
+        return data
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", counting)
+        store = DiskStore.open(config, Counters())
+    assert [match_keys(store, keys) for keys in runs] == [4, 0] * 12
+    store.close()
+    assert sum(read) < files * 2**18 + 12 * 4 * BLOCK, "a window at the front of each file, then blocks"
