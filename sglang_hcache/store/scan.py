@@ -135,8 +135,10 @@ def _places_in(volume: Volume, number: int, num_stripes: int) -> tuple[list[tupl
 class _File:
     """A segment's file; after each call it says that it goes on. What cannot be read counts as zeros.
 
+    Where too much cannot be read, it ends.
+
     Raises:
-        OSError: the device is gone, this process lacks something, or too much cannot be read.
+        OSError: the device is gone, or this process lacks something.
     """
 
     def __init__(self, file: OpenFile, go_on: Callable[[], None]) -> None:
@@ -163,7 +165,8 @@ class _File:
                 raise
             self._failures += 1
             if self._failures > _FAILURES_ALLOWED:
-                raise
+                self.size = 0  # what was found before counts
+                return b""
             self._go_on()
             if size == BLOCK:
                 return bytes(BLOCK)

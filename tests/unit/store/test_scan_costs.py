@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.inspect.maintenance import erase
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.stored_chunks import make_keys, make_run, match_keys, payload_of, small_config
 
 GOING = b"a tenant to go.."
@@ -43,3 +45,35 @@ def test_behind_what_was_erased_a_start_reads_little(tmp_path: Path, monkeypatch
     assert [match_keys(store, keys) for keys in runs] == [4, 0] * 12
     store.close()
     assert sum(read) < files * 2**18 + 12 * 4 * BLOCK, "a window at the front of each file, then blocks"
+
+
+def test_after_many_failed_reads_what_was_found_before_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, segment=2**24, size=2**27)
+    store = DiskStore.open(config, Counters())
+    runs = [make_keys(10 * number, 4) for number in range(6)]
+    for keys in runs:
+        run = make_run(keys, LAYERS)
+        store.write_run(run, payload_of(run))
+    assert store.stats().segments == 1
+    store.close()
+    with StoreView.open(config.dirs) as view:
+        bad = view.places[3].offsets[0]
+    pread, failed = os.pread, list[int]()
+
+    def failing(fd: int, size: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg") and offset + size > bad:
+            failed.append(offset)
+            raise OSError(errno.EIO, "bad sector")
+        return pread(fd, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", failing)
+        store = DiskStore.open(config, Counters())
+    assert len(failed) == 17, "a device that fails may take long each time"
+    assert [match_keys(store, keys) for keys in runs] == [4, 4, 4, 0, 0, 0]
+    store.close()
+    store = DiskStore.open(config, Counters())
+    assert [match_keys(store, keys) for keys in runs] == [4] * 6
+    store.close()
