@@ -162,7 +162,7 @@ class Segment:
             raise failure
 
     def keep_only(self, places: Sequence[RunPlace], going: Sequence[RunPlace]) -> None:
-        """Erase all else in its files, for good; they may be trimmed then. Raises StoreError.
+        """Erase all else in its files, what could not be read included; they may be trimmed then. Raises StoreError.
 
         Last the headers by which the runs ``going`` are found: while any of their bytes are left, they have a name.
         """
@@ -180,6 +180,7 @@ class Segment:
         for stripe in self.members:
             self._volumes[stripe].keep_of_segment(self.number, kept[stripe])
         self.used = [max(ends) for ends in zip(*(place.ends for place in places), strict=True)]
+        self.unread_runs = 0
 
     def measure(self, stripes: Iterable[int] | None = None) -> None:
         """Bring ``accounted`` up to date with these files, or all; what cannot be asked counts as before or in full."""

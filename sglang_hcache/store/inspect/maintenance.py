@@ -87,6 +87,8 @@ def clear(dirs: Sequence[Path]) -> Change:
 def erase(dirs: Sequence[Path], namespace_ids: Collection[bytes]) -> tuple[Erased, Change]:
     """Remove all of these namespaces and no other's chunks, for good. Do it again if it was killed.
 
+    Where a segment could not be read, nobody knows whose chunks are there: others' go as well.
+
     Raises:
         StoreLockedError: a server runs.
         StoreError: the store cannot be opened, a directory is missing or sick, or something could not be erased.

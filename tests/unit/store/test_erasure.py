@@ -236,3 +236,31 @@ def test_a_state_that_cannot_be_written_is_an_error(
             erase(closed.dirs, {GOING})
     erase(closed.dirs, {GOING})
     assert_only_others_are_left(closed, open_store)
+
+
+def test_runs_that_could_not_be_read_go_as_well_and_are_not_lost(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whose they are."""
+    config = small_config(tmp_path, segment=2**24, size=2**27)
+    store = open_store(config)
+    for number in range(RUNS):
+        run = replace(make_run(keys_of(number), LAYERS), namespace_id=namespace_of(number))
+        store.write_run(run, payload_of(run))
+    store.close()
+    with StoreView.open(config.dirs) as view:
+        bad = view.places[1].offsets[0]
+    pread = os.pread
+
+    def failing(fd: int, size: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg") and offset <= bad < offset + size:
+            raise OSError(errno.EIO, "bad sector")
+        return pread(fd, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", failing)
+        erase(config.dirs, [GOING])
+    assert not [*traces(config)]
+    with StoreView.open(config.dirs) as view:
+        assert check(view) == []
+    assert served(config, open_store, RUNS) == [2, 6, 7]
