@@ -122,6 +122,8 @@ class StoreView:
         try:
             before, _ = read_state(sight.volumes, sight.identity.store_id)
             contents = Files.listed(sight.identity.first_segment, sight.volumes).read(sight.volumes)
+            files = replace(contents.files, first_segment=sight.first_segment())
+            contents = replace(contents, files=files)
             after, problems = read_state(sight.volumes, sight.identity.store_id)
             return cls(sight, contents, _meanwhile(before, after), [*problems.values()], holder)
         except BaseException:

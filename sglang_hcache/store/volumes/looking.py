@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -104,6 +105,16 @@ class Sight:
     @property
     def volumes(self) -> list[Volume]:
         return [item.volume for item in self.seen]
+
+    def first_segment(self) -> int:
+        """Segments below are cleared by now, as far as directories answer: a server may have done it meanwhile."""
+        found = [self.identity.first_segment]
+        for item in self.seen:
+            if item.volume.health.readable:
+                with contextlib.suppress(OSError, StoreFormatError):
+                    block = item.volume.attempt(item.directory.read_superblock)
+                    found += [] if block is None else [block.identity.first_segment]
+        return max(found)
 
     def close(self) -> None:
         close_all(self.seen)

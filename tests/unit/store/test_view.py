@@ -15,12 +15,14 @@ import pytest
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreFormatError
 from sglang_hcache.store import DiskStore, Run, StoreConfig
+from sglang_hcache.store.census import Contents, Files
 from sglang_hcache.store.format.superblock import Superblock
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.verify import Verification
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.io.engine import Batch, IOResult
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
@@ -31,7 +33,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import CHUNKS, flip, keys_of, wait_until
+from tests.unit.store.conftest import CHUNKS, flip, keys_of, save, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 4096)
@@ -365,3 +367,56 @@ def test_chunks_in_quarantine_are_no_news(tmp_path: Path, open_store: OpenStore)
     flip(path, offset + 4096 + header.chunk_bytes)
     with StoreView.open(config.dirs) as view:
         assert [item.keys for item in verified(view).damages] == [header.place.keys[1:2]]
+
+
+def test_what_a_server_clears_meanwhile_is_not_lost(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    for number in range(RUNS):
+        write_keys(store, keys_of(number), LAYERS)
+    save(store)
+    listed = Files.listed
+
+    def clear_first(first_segment: int, volumes: Sequence[Volume]) -> Files:
+        store.clear()
+        return listed(first_segment, volumes)
+
+    monkeypatch.setattr(Files, "listed", clear_first)
+    with StoreView.open(config.dirs) as view:
+        assert view.state.segments
+        assert not view.lost
+        assert not [item.what for item in check(view) if item.is_error]
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("kind", ["new", "evicted", "fewer runs"])
+def test_between_two_states_of_a_server_nothing_is_lost(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Files are listed between the states: what only one of them has may not be there yet, or not any more."""
+    config = small_config(tmp_path)
+    store = open_store(config)
+    for number in range(RUNS - 1):  # the last segment is half full
+        write_keys(store, keys_of(number), LAYERS)
+    save(store)
+    read = Files.read
+
+    def change_then(files: Files, volumes: Sequence[Volume]) -> Contents:
+        if kind == "evicted":
+            assert store.evict_one()
+        elif kind == "fewer runs":
+            Inside(store).catalog.quarantine(
+                Inside(store).runs()[-1], dict.fromkeys(range(CHUNKS), "damaged")
+            )
+        found = read(files, volumes)
+        if kind == "new":
+            for number in range(RUNS - 1, 2 * RUNS):
+                write_keys(store, keys_of(number), LAYERS)
+        save(store)
+        return found
+
+    monkeypatch.setattr(Files, "read", change_then)
+    with StoreView.open(config.dirs) as view:
+        assert not view.lost
