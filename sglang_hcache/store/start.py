@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.core.observer import Observer
@@ -99,7 +99,10 @@ def begin(
 
 
 def read_state(volumes: Sequence[Volume], store_id: str) -> tuple[State, dict[int, str]]:
-    """The newest that a directory has, nothing is known if none has one; and what is wrong with others, by stripe."""
+    """The newest that a directory has, nothing is known if none has one; and what is wrong with others, by stripe.
+
+    What another copy does not list counts as ``going``.
+    """
     found, problems = [State()], {}
     for volume in volumes:
         if volume.health.readable:
@@ -114,7 +117,11 @@ def read_state(volumes: Sequence[Volume], store_id: str) -> tuple[State, dict[in
                 problems[volume.stripe] = str(error)
             except ValueError as error:
                 problems[volume.stripe] = f"{path} cannot be used: {error}"
-    return max(found, key=lambda state: state.serial), problems
+    newest = max(found, key=lambda state: state.serial)
+    # Where each directory was used without the other, what one of them let go is not lost.
+    copies = [state.segments.keys() for state in found if state.serial]
+    going = newest.going.union(*(newest.segments.keys() - segments for segments in copies))
+    return replace(newest, going=going), problems
 
 
 def _next_number(highest: int, files: Files) -> int:
