@@ -135,7 +135,8 @@ def _next_number(highest: int, files: Files) -> int:
 def _unsaved(state: State, files: Files, places: Sequence[RunPlace]) -> dict[float, int]:
     """Bytes of runs that the state does not know, by the time of their segment's last write.
 
-    A segment older than those it knows was in a directory that was out: its bytes were counted when they were written.
+    A segment older than those it knows was in a directory that was out: its bytes were counted when they were written,
+    though not in this state if each directory was used without the other.
     """
     newest = max(state.segments, default=-1)
     sizes: dict[int, list[int]] = defaultdict(list)
