@@ -56,8 +56,13 @@ class Reconciler:
         known = [*self._catalog.segments(), *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
         unknown = {number for number in files.keys() - {item.number for item in known} if number >= first}
+        # Nobody knows what is in one that could not be read: a start that reads it may need this file, too.
+        unread = {item.number: item for item in self._catalog.segments() if item.sealed and not item.runs}
         for number in sorted(files.keys() - expected - unknown):
-            self._remover.remember_stray(volume.stripe, number, files[number])
+            if number in unread:
+                unread[number].join(volume.stripe, files[number])
+            else:
+                self._remover.remember_stray(volume.stripe, number, files[number])
         return max([first - 1, *files]), unknown
 
     def _trim(self, segment: Segment, volume: Volume, size: int) -> None:

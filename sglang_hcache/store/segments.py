@@ -216,6 +216,13 @@ class Segment:
         self.accounted[stripe] = file.taken_bytes + FILE_SLACK_BYTES
         self.written_s = max(self.written_s, file.written_s)
 
+    def join(self, stripe: int, file: SegmentFile) -> None:
+        """One more file of it was found, in another directory: nobody knows what is in it."""
+        self.members = tuple(sorted((*self.members, stripe)))
+        self.mask = mask_of(self.members)
+        self.used[stripe] = file.size
+        self.note(stripe, file)
+
     def file(self, stripe: int, *, writing: bool = False) -> OpenFile:
         """The open file in directory ``stripe``; the caller holds a pin. Raises StoreError."""
         name = (stripe, writing)

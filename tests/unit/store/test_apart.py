@@ -11,9 +11,10 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config
-from tests.unit.store.conftest import sick, state_of
-from tests.unit.store.test_unread import RUNS, write_without
+from tests.unit.store.conftest import is_healthy, sick, state_of, wait_until
+from tests.unit.store.test_unread import RUNS, failing_reads, found, write_without
 
 
 def test_what_one_directory_let_go_alone_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +34,42 @@ def test_what_one_directory_let_go_alone_is_not_lost(tmp_path: Path, monkeypatch
         assert not [item.what for item in check(view) if item.is_error]
     DiskStore.open(config, counters).close()
     assert counters["store.runs_lost"] == 0
+
+
+def test_files_of_segments_that_could_not_be_read_in_another_directory_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    write_without(config, None, RUNS, monkeypatch)
+    before = {path: path.stat().st_size for path in tmp_path.glob("disk*/*.seg")}
+    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+        with monkeypatch.context() as patch:
+            sick({"disk1"}, patch)
+            store = DiskStore.open(config, Counters())
+        for _ in range(2):  # the second time they are known
+            wait_until(lambda: is_healthy(store))
+            Inside(store).space.tend()
+            assert Inside(store).reserved_bytes - config.reserve_bytes > sum(before.values())
+            Inside(store).volumes[1].health.take_out("the test says so")
+        wait_until(lambda: is_healthy(store))
+        assert not Inside(store).leftovers
+        store.close()
+    assert {path: path.stat().st_size for path in before} == before
+    store = DiskStore.open(config, Counters())
+    assert found(store) == len(RUNS)
+    store.close()
+
+
+def test_they_go_together_when_room_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path, 2)
+    write_without(config, None, RUNS, monkeypatch)
+    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+        with monkeypatch.context() as patch:
+            sick({"disk1"}, patch)
+            store = DiskStore.open(config, Counters())
+        wait_until(lambda: is_healthy(store))
+    while store.evict_one():
+        assert not Inside(store).leftovers
+    assert not [*tmp_path.glob("disk*/*.seg")]
+    assert Inside(store).reserved_bytes == config.reserve_bytes
+    store.close()
