@@ -1,7 +1,8 @@
-"""Directories of one store that were each used without the other, or came back while something could not be read."""
+"""Directories that were each used without the other, that came back without files, or while some could not be read."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from sglang_hcache.store import DiskStore
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import make_keys, small_config
-from tests.unit.store.conftest import is_healthy, sick, state_of, wait_until
-from tests.unit.store.test_unread import RUNS, failing_reads, found, write_without
+from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
+from tests.unit.store.conftest import is_healthy, kill, save, sick, state_of, wait_until
+from tests.unit.store.test_unread import RUNS, SIZES, failing_reads, found, write_without
 
 
 def test_what_one_directory_let_go_alone_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,4 +73,59 @@ def test_they_go_together_when_room_is_needed(tmp_path: Path, monkeypatch: pytes
         assert not Inside(store).leftovers
     assert not [*tmp_path.glob("disk*/*.seg")]
     assert Inside(store).reserved_bytes == config.reserve_bytes
+    store.close()
+
+
+def test_a_file_of_a_store_of_fewer_directories_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, other = small_config(tmp_path / "two", 2), small_config(tmp_path / "one")
+    write_without(config, None, RUNS[:2], monkeypatch)
+    write_without(other, None, RUNS[2:], monkeypatch)
+    for path in other.dirs[0].glob("*.seg"):
+        shutil.copy(path, config.dirs[0] / path.name)
+    store = DiskStore.open(config, Counters())
+    assert found(store) == 0, "its file of the same number has replaced ours"
+    store.close()
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_few_evictions_need_a_state_of_their_own(tmp_path: Path) -> None:
+    """The last one says which segments may have gone meanwhile."""
+    config, counters = small_config(tmp_path), Counters()
+    store = DiskStore.open(config, counters)
+    for number in range(40):
+        write_keys(store, make_keys(10 * number, 4), SIZES)
+    assert 16 < store.stats().segments < 32, "one of them is named"
+    save(store)
+    save(store)  # it names as many as the one before suggests
+    before = state_of(config.dirs[0])
+    assert store.evict_one()
+    assert state_of(config.dirs[0]) == before
+    with StoreView.open(config.dirs) as view:
+        assert not view.lost
+    for _ in range(3):
+        assert store.evict_one()
+    assert state_of(config.dirs[0]).serial == before.serial + 2, "each names another one as well"
+    kill(store)
+    DiskStore.open(config, counters).close()
+    assert counters["store.runs_lost"] == 0
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_files_that_a_directory_has_lost_cost_one_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = DiskStore.open(config, Counters())
+    for keys in RUNS:
+        write_keys(store, keys, SIZES)
+    save(store)
+    lost = sorted(config.dirs[1].glob("*.seg"))[:3]
+    for path in lost:
+        path.unlink()
+    serial = state_of(config.dirs[0]).serial
+    Inside(store).space.reconcile(Inside(store).volumes[1])
+    assert not [path for path in lost if (config.dirs[0] / path.name).exists()]
+    assert state_of(config.dirs[0]).serial == serial + 1
     store.close()

@@ -15,6 +15,7 @@ from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.inspect.maintenance import erase
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.stored_chunks import make_keys, make_run, match_keys, payload_of, small_config
+from tests.unit.store.conftest import state_of
 
 GOING = b"a tenant to go.."
 LAYERS = (32768,) * 8
@@ -74,6 +75,7 @@ def test_after_many_failed_reads_what_was_found_before_counts(
     assert len(failed) == 17, "a device that fails may take long each time"
     assert [match_keys(store, keys) for keys in runs] == [4, 4, 4, 0, 0, 0]
     store.close()
+    assert [item.runs for item in state_of(config.dirs[0]).segments.values()] == [6]
     store = DiskStore.open(config, Counters())
     assert [match_keys(store, keys) for keys in runs] == [4] * 6
     store.close()
