@@ -369,6 +369,7 @@ def test_chunks_in_quarantine_are_no_news(tmp_path: Path, open_store: OpenStore)
         assert [item.keys for item in verified(view).damages] == [header.place.keys[1:2]]
 
 
+@pytest.mark.usefixtures("no_keeper")
 def test_what_a_server_clears_meanwhile_is_not_lost(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
