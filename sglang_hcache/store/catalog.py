@@ -192,7 +192,7 @@ class Catalog:
             if run.dropped:
                 return {}
             fresh = {index: why for index, why in chunks.items() if index not in run.quarantined}
-            run.quarantined.update(fresh)
+            run.quarantined = {**run.quarantined, **fresh}
             self._marked[run] = None
             self._quarantined += len(fresh)
             for index in fresh:

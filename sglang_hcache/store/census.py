@@ -142,7 +142,8 @@ class Census:
             return False
         segment.take(place)
         run = StoredRun(place, segment)
-        run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
+        if quarantined:
+            run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
         self._catalog.adopt_run(run)
         return True
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import FILE_SLACK_BYTES
@@ -15,6 +16,10 @@ from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
+
+# Of a million runs: no object for each.
+_NEVER = -math.inf
+_NONE: Mapping[int, str] = MappingProxyType({})
 
 
 class StoredRun:
@@ -29,9 +34,9 @@ class StoredRun:
         """It is gone: its chunks are misses, or other runs hold them."""
         self.failures = 0
         """Reads that ended in an error such as EIO, or hung."""
-        self.failed_at = -math.inf
+        self.failed_at = _NEVER
         """When the last one of them did."""
-        self.quarantined: dict[int, str] = {}
+        self.quarantined = _NONE
         """Chunks that are not served any more, and why."""
 
 

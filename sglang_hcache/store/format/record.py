@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import xxhash
 
@@ -145,7 +146,7 @@ def _header_in(block: Buffer) -> ExtentHeader | None:
         return None
     place = RunPlace(
         run_id=run_id,
-        namespace_id=namespace_id,
+        namespace_id=_shared(namespace_id),
         keys=tuple(
             bytes(block[at : at + KEY_BYTES])
             for at in range(_KEYS_AT, _KEYS_AT + num_chunks * KEY_BYTES, KEY_BYTES)
@@ -156,6 +157,12 @@ def _header_in(block: Buffer) -> ExtentHeader | None:
         offsets=struct.unpack_from(f"<{num_stripes}Q", block, _OFFSETS_AT),
     )
     return ExtentHeader(place, layer, struct.unpack_from(f"<{num_chunks}Q", block, _DIGESTS_AT))
+
+
+@lru_cache(4096)
+def _shared(namespace_id: bytes) -> bytes:
+    """One object for each namespace, as :func:`shape_of` for each geometry."""
+    return namespace_id
 
 
 def check_header(header: ExtentHeader, place: RunPlace, layer: int) -> None:

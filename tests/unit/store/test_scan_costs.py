@@ -1,4 +1,4 @@
-"""What a start reads of segment files, and what it keeps when reads fail."""
+"""What a start reads of segment files, what it keeps when reads fail, and what it holds in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from sglang_hcache.store import DiskStore
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.inspect.maintenance import erase
 from sglang_hcache.store.inspect.view import StoreView
-from sglang_hcache.testing.stored_chunks import make_keys, make_run, match_keys, payload_of, small_config
+from sglang_hcache.testing.open_store import Inside
+from sglang_hcache.testing.stored_chunks import (
+    make_keys,
+    make_run,
+    match_keys,
+    payload_of,
+    small_config,
+    write_keys,
+)
 from tests.unit.store.conftest import state_of
 
 GOING = b"a tenant to go.."
@@ -78,4 +86,24 @@ def test_after_many_failed_reads_what_was_found_before_counts(
     assert [item.runs for item in state_of(config.dirs[0]).segments.values()] == [6]
     store = DiskStore.open(config, Counters())
     assert [match_keys(store, keys) for keys in runs] == [4] * 6
+    store.close()
+
+
+def test_runs_share_what_is_the_same(tmp_path: Path) -> None:
+    """There may be a million: 64 bytes more of each are 64 MB."""
+    config = small_config(tmp_path)
+    store = DiskStore.open(config, Counters())
+    for number in range(3):
+        write_keys(store, make_keys(10 * number, 1), (4096,))
+    store.close()
+    store = DiskStore.open(config, Counters())
+    runs = Inside(store).runs()
+    assert len(runs) == 3
+    for item in (
+        lambda run: run.place.namespace_id,
+        lambda run: run.place.shape,
+        lambda run: run.quarantined,
+        lambda run: run.failed_at,
+    ):
+        assert len({id(item(run)) for run in runs}) == 1
     store.close()
