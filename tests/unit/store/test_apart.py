@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
+from sglang_hcache.store.census import Contents, Files
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
 from tests.unit.store.conftest import is_healthy, kill, save, sick, state_of, wait_until
-from tests.unit.store.test_unread import RUNS, SIZES, failing_reads, found, write_without
+from tests.unit.store.test_unread import RUNS, SIZES, failing_reads, found, only_in_second, write_without
 
 
 def test_what_one_directory_let_go_alone_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +117,8 @@ def test_few_evictions_need_a_state_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_files_that_a_directory_has_lost_cost_one_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["deleted", "cut"])
+def test_files_that_a_directory_has_lost_cost_one_state(tmp_path: Path, kind: str) -> None:
     config = small_config(tmp_path, 2)
     store = DiskStore.open(config, Counters())
     for keys in RUNS:
@@ -123,9 +126,47 @@ def test_files_that_a_directory_has_lost_cost_one_state(
     save(store)
     lost = sorted(config.dirs[1].glob("*.seg"))[:3]
     for path in lost:
-        path.unlink()
+        if kind == "deleted":
+            path.unlink()
+        else:
+            os.truncate(path, path.stat().st_size - 4096)
     serial = state_of(config.dirs[0]).serial
     Inside(store).space.reconcile(Inside(store).volumes[1])
     assert not [path for path in lost if (config.dirs[0] / path.name).exists()]
     assert state_of(config.dirs[0]).serial == serial + 1
+    store.close()
+
+
+def test_what_is_cleared_while_a_directory_is_taken_in_stays_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, counters, read = only_in_second(tmp_path, monkeypatch), Counters(), Files.read
+
+    def clear_then(files: Files, volumes: Sequence[Volume]) -> Contents:
+        contents = read(files, volumes)
+        store.clear()
+        return contents
+
+    with monkeypatch.context() as patch:
+        sick({"disk1"}, patch)
+        store = DiskStore.open(config, counters)
+        monkeypatch.setattr(Files, "read", clear_then)
+    wait_until(lambda: counters["store.runs_recovered"] == len(RUNS))
+    assert found(store) == 0
+    store.close()
+
+
+def test_files_that_lie_only_in_a_directory_that_is_back_stay_if_they_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = only_in_second(tmp_path, monkeypatch)
+    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+        with monkeypatch.context() as patch:
+            sick({"disk1"}, patch)
+            store = DiskStore.open(config, Counters())
+        wait_until(lambda: bool(Inside(store).catalog.segments()))
+        Inside(store).space.tend()
+        store.close()
+    store = DiskStore.open(config, Counters())
+    assert found(store) == len(RUNS)
     store.close()

@@ -24,7 +24,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import is_healthy, kill, sick, wait_until
+from tests.unit.store.conftest import is_healthy, kill, sick, state_of, wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -343,3 +343,18 @@ def test_a_time_in_the_future_is_set_once_that_works(
     inside.volumes[1].health._retry_at = 0.0
     inside.keeper.round()
     assert second.stat().st_mtime == segment.written_s <= clock.time(), "it takes writes again"
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_many_segments_that_are_too_old_cost_one_state(tmp_path: Path, open_store: OpenStore) -> None:
+    config = config_of(tmp_path)
+    store = open_store(config)
+    for number in range(8):
+        write_keys(store, make_keys(10 * number, 4), (32768,) * 4)
+    assert store.stats().segments >= 4
+    store.close()
+    before = state_of(config.dirs[0]).serial
+    grow_old(config, 40)
+    open_store(config)
+    assert not segment_files(config)
+    assert state_of(config.dirs[0]).serial == before + 1
