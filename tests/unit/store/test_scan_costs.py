@@ -11,7 +11,8 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
-from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.geometry import BLOCK, shape_of
+from sglang_hcache.store.format.record import ExtentHeader, pack_header
 from sglang_hcache.store.inspect.maintenance import erase
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.open_store import Inside
@@ -106,4 +107,26 @@ def test_runs_share_what_is_the_same(tmp_path: Path) -> None:
         lambda run: run.failed_at,
     ):
         assert len({id(item(run)) for run in runs}) == 1
+    store.close()
+
+
+def test_what_a_failed_write_left_hides_nothing_behind_it(tmp_path: Path) -> None:
+    """The room of a longer run was given back, and a shorter one failed there, too, in front of another."""
+    config = small_config(tmp_path, segment=2**24, size=2**27)
+    store = DiskStore.open(config, Counters())
+    for number in range(3):
+        write_keys(store, make_keys(10 * number, 4), LAYERS)
+    place = Inside(store).run_of(make_keys(10, 1)[0]).place
+    store.close()
+    shape = shape_of(6, LAYERS, 1, (0,), 0)
+    left = replace(place, run_id=bytes(16), keys=make_keys(100, 6), shape=shape)
+    (path,) = config.dirs[0].glob("*.seg")
+    with path.open("r+b") as file:
+        file.seek(place.offsets[0])
+        file.write(bytes(place.shape.part_bytes[0]))
+        file.seek(left.extent_offset(1))
+        file.write(pack_header(ExtentHeader(left, 1, (0,) * 6)))
+    assert place.end(0) < left.end(0) <= path.stat().st_size
+    store = DiskStore.open(config, Counters())
+    assert [match_keys(store, make_keys(10 * number, 4)) for number in range(3)] == [4, 0, 4]
     store.close()
