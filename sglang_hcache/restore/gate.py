@@ -23,8 +23,8 @@ OVERHEAD_S = 0.002
 
 _SHORT_S = 0.004
 """What a restore took says something of how fast tier and device are, and something of the delay that every restore
-has. A restore whose work takes this long, as predicted or in waiting for a slow disk, says as much of the one as of the other, a shorter one more of
-the delay: a few milliseconds of waiting must not make tier or device look slow."""
+has. A restore whose work takes this long, as predicted or in waiting for a slow disk, says as much of the one as of the
+other, a shorter one more of the delay: a few milliseconds of waiting must not make tier or device look slow."""
 
 
 @dataclass(frozen=True, slots=True)
