@@ -40,8 +40,7 @@ from common.precision import tame
 from common.terminal import new_progress, while_doing
 from common.turns import in_turn
 from serving import burst_report
-from serving.bursts import rows_of_bursts
-from serving.comparison import Measured
+from serving.comparison import Comparison, Measured
 from serving.options import CAPACITY_HELP, Capacity, Methods, parse_capacity, settings_as_json
 from serving.servers import ServerSizes, parse_methods, reasons_unavailable, running_servers, sizes_for
 from serving.token_client import TokenClient, ask_servers
@@ -92,22 +91,15 @@ class Bursts:
     """Sends them.
 
     Args:
-        found: gets the rows of a number of prompts after each of its rounds.
-        notes: method -> why it cannot be measured.
+        comparison: gets what is measured of a number of prompts after each burst.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        model: BenchModel,
-        notes: dict[str, str],
-        found: Gathered,
-        progress: Progress,
+        self, settings: Settings, model: BenchModel, comparison: Comparison, progress: Progress
     ) -> None:
         self._settings = settings
         self._prompt = partial(model.random_prompt, np.random.default_rng(settings.seed))
-        self._notes = notes
-        self._found = found
+        self._comparison = comparison
         self._progress = progress
         self._turns = itertools.count()
 
@@ -118,7 +110,7 @@ class Bursts:
             for _ in range(2):
                 await client.ask([*history, *self._prompt(self._settings.new_tokens)], max_tokens=2)
                 await client.empty(tiers=False)
-        for count in self._settings.prompts:
+        for count in self._settings.prompts if clients else ():
             await self._measure(count, clients)
 
     async def _measure(self, count: int, clients: dict[str, TokenClient]) -> None:
@@ -133,17 +125,16 @@ class Bursts:
                 await client.ask(history, max_tokens=1)
                 await client.settle()
                 self._progress.advance(task)
-        bursts: dict[str, list[Measured]] = {method: [] for method in clients}
-        for number in range(settings.rounds if clients else 1):
+        rounds: list[dict[str, Measured]] = []
+        for _ in range(settings.rounds):
             prompts = [[*history, *self._prompt(settings.new_tokens)] for history in histories]
-            for method in in_turn(clients, next(self._turns)) if clients else ():
+            rounds.append({})
+            for method in in_turn(clients, next(self._turns)):
                 client = clients[method]
                 await client.empty(tiers=False)
-                bursts[method].append(await self._send(client, prompts, max_tokens=settings.answer_tokens))
+                rounds[-1][method] = await self._send(client, prompts, max_tokens=settings.answer_tokens)
                 self._progress.advance(task, count)
-            lacks = [f"{left} rounds"] if (left := settings.rounds - number - 1) and clients else []
-            rows = rows_of_bursts(count, settings.methods, bursts, self._notes)
-            self._found.add(_name(count), rows, lacks=lacks)
+                self._comparison.add(count, rounds)
         self._progress.remove_task(task)
 
     @staticmethod
@@ -154,10 +145,6 @@ class Bursts:
         took_s = time.monotonic() - began
         await client.settle()
         return Measured(list(answers), took_s)
-
-
-def _name(count: int) -> str:
-    return f"{count} at once"
 
 
 def size_servers(settings: Settings, model: BenchModel) -> ServerSizes:
@@ -202,8 +189,9 @@ def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) ->
             "settings": settings_as_json(settings),
             "sizes": sizes.as_json(),
         }
-        found.expect(map(_name, settings.prompts))
-        bursts = Bursts(settings, model, notes, found, progress)
+        comparison = Comparison(found, "at_once", settings.prompts, methods, notes, settings.rounds)
+        comparison.begin()
+        bursts = Bursts(settings, model, comparison, progress)
         with running_servers(methods, folder, model.path, sizes, progress, logs) as servers:
             ask_servers(servers, bursts.run)
 

@@ -14,44 +14,7 @@ from rich.table import Table
 from ablation.settings import OFF
 from common.results import write_csv, write_json
 
-COLUMNS = {
-    "partition": (
-        *(
-            "tier",
-            "length",
-            "partition",
-            "hidden",
-            "kv",
-            "seconds",
-            "ratio",
-            "ratio_min",
-            "ratio_max",
-            "predicted_s",
-            "closed_form",
-        ),
-        *("products_s", "gemms", "gemm_rows", "reads", "read_bytes", "bytes_per_token", "error"),
-    ),
-    "saving": (
-        *(
-            "load",
-            "size",
-            "variant",
-            "seconds",
-            "p99_s",
-            "ratio",
-            "ratio_low",
-            "ratio_high",
-            "writes",
-            "write_bytes",
-        ),
-        *("tokens", "bytes_per_token", "drain_s", "dropped", "digest"),
-    ),
-    "schedules": (
-        *("model", "where", "tokens", "printed", "closed_form", "searched", "searched_with_fill", "stored"),
-        *("bytes_per_token", "kv_bytes_per_token", "ratio", "printed_kib"),
-    ),
-}
-"""Columns of the CSV files. The JSON has ``times`` as well: every round, or every turn of a variant."""
+SECTIONS = ("partition", "saving", "schedules")
 
 
 def flat(section: str, row: Any) -> dict[str, Any]:
@@ -184,17 +147,16 @@ def _ratio(row: dict[str, Any], low: str, high: str) -> str:
 def write(folder: Path, data: dict[str, Any]) -> None:
     """``ablations.json``, and for each section a CSV file and a picture."""
     write_json(folder / "ablations.json", data)
-    for section, columns in COLUMNS.items():
+    for section in SECTIONS:
         if section in data:
-            rows = [{name: _cell(row[name]) for name in columns} for row in data[section]]
-            write_csv(folder / f"ablations_{section}.csv", rows)
+            write_csv(folder / f"ablations_{section}.csv", [_told(row) for row in data[section]])
             _draw(section, folder / f"ablations_{section}.png", data[section])
 
 
-def _cell(value: Any) -> Any:
-    if isinstance(value, dict):
-        return split_text(value)
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """Splits as text, and all rows of products."""
+    told = {name: split_text(value) if isinstance(value, dict) else value for name, value in row.items()}
+    return told | ({"gemm_rows": " ".join(map(str, row["gemm_rows"]))} if "gemm_rows" in row else {})
 
 
 def _draw(section: str, path: Path, rows: Sequence[dict[str, Any]]) -> None:

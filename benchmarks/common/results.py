@@ -14,9 +14,10 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line a row."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    """One line a row. What is not a single value is left out: the JSON has it."""
+    nested = {name for row in rows for name, value in row.items() if isinstance(value, list | dict)}
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in nested]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)

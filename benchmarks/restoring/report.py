@@ -19,20 +19,6 @@ RATIOS = tuple(
     f"{name}{end}" for name in ("x_kv", "x_recompute", "over_floor") for end in ("", "_low", "_high")
 )
 """Medians of the rounds' ratios, and the ends of their 95 % intervals."""
-FIELDS = (
-    "tier",
-    "length",
-    "variant",
-    "seconds",
-    "tokens_per_s",
-    "predicted_s",
-    "io_s",
-    "compute_s",
-    "efficiency",
-    *RATIOS,
-    "num_recompute",
-    "stored",
-)
 
 
 def header_of(name: str, model: TinyModel, rounds: int) -> dict[str, Any]:
@@ -84,7 +70,7 @@ def write(folder: Path, data: dict[str, Any]) -> None:
     """JSON, CSV and a picture."""
     write_json(folder / "restore_speed.json", data)
     rows = data["rows"]
-    write_csv(folder / "restore_speed.csv", [{name: row[name] for name in FIELDS} for row in rows])
+    write_csv(folder / "restore_speed.csv", rows)
     model = data["model"]
     heads = f"{model['heads']} heads, {model['kv_heads']} KV heads"
     draw(folder / "restore_speed.png", rows, f"{model['layers']} layers, {model['hidden']} wide, {heads}")

@@ -15,8 +15,6 @@ from serving.token_client import TokenAnswer, compare
 
 BASELINES = ("recompute", "kv")
 """Speed-ups are given over these, where they are among the methods."""
-SPEEDUPS = {"speedup": "ttft_mean_s", "p50_speedup": "ttft_p50_s"}
-"""Ratios of which times."""
 SOURCES = ("device", "host", "disk")
 
 
@@ -31,6 +29,10 @@ class Measured:
     @property
     def ttft_mean_s(self) -> float:
         return statistics.fmean(answer.ttft_s for answer in self.answers)
+
+    def as_json(self) -> dict[str, Any]:
+        restored = sum(answer.sources.restored > 0 for answer in self.answers)
+        return {"ttft_mean_s": self.ttft_mean_s, "busy_s": self.busy_s, "restored_requests": restored}
 
 
 def row_of(rounds: Sequence[Measured], reference: Sequence[Measured]) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def row_of(rounds: Sequence[Measured], reference: Sequence[Measured]) -> dict[st
         "unequal": sum(not item.is_equal for item in compared),
         "ties": sum(item.is_tie for item in compared),
         "largest_logprob_difference": max(finite, default=None),
+        "rounds": [measured.as_json() for measured in rounds],
     }
 
 
@@ -143,12 +146,6 @@ def rows_of(
         return [{**key, "method": method, "requests": 0, "note": note} for method, note in notes.items()]
     reference = measured[reference_of(measured)]
     rows = {method: row_of(rounds, reference) for method, rounds in measured.items()}
-    blank = dict.fromkeys(next(iter(rows.values())))
-    for row in rows.values():
-        for baseline in BASELINES:
-            for name, time in SPEEDUPS.items():
-                other = rows.get(baseline, blank)[time]
-                row[f"{name}_over_{baseline}"] = other / row[time] if other else None
     for method, row in rows.items():
         row |= _speedups_of_rounds(measured[method], measured)
     blank = dict.fromkeys(next(iter(rows.values()))) | {"requests": 0}

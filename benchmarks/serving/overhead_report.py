@@ -12,30 +12,6 @@ from rich.table import Table
 from common.results import write_csv, write_json
 from sglang_hcache.core.units import format_bytes
 
-_FIELDS = (
-    "what",
-    "unit",
-    "off",
-    "tier",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "low",
-    "high",
-    "restored_tokens",
-    "host_tokens",
-    "disk_tokens",
-    "compared",
-    "differ",
-    "ties",
-    "largest_logprob_difference",
-    "unequal",
-    "saved_rows",
-    "device_tokens_off",
-    "device_tokens_tier",
-    "not_measured",
-)
-
 
 def show(data: dict[str, Any], console: Console) -> None:
     """One row for each thing that was compared."""
@@ -72,8 +48,7 @@ def show(data: dict[str, Any], console: Console) -> None:
 def write(folder: Path, data: dict[str, Any]) -> None:
     """JSON, CSV and a picture."""
     write_json(folder / "overhead.json", data)
-    rows = [{name: row.get(name) for name in _FIELDS} for row in data["rows"]]
-    write_csv(folder / "overhead.csv", rows)
+    write_csv(folder / "overhead.csv", data["rows"])
     _draw(folder / "overhead.png", [row for row in data["rows"] if "ratio" in row])
 
 

@@ -37,13 +37,22 @@ def measured_methods(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["method"] for row in rows if row["requests"]))
 
 
-def print_table(console: Console, key: str, title: str, rows: Sequence[Row], *, with_tbt: bool) -> None:
-    """All rows; a section for each value of ``key``."""
+def print_table(
+    console: Console,
+    key: str,
+    title: str,
+    rows: Sequence[Row],
+    *,
+    with_tbt: bool = False,
+    more: Sequence[tuple[str, Callable[[Row], str]]] = (),
+) -> None:
+    """All rows; a section for each value of ``key``, with ``more`` columns (name, and text of a row)."""
     table = Table(title=title, title_justify="left")
     table.add_column(key, justify="right")
     table.add_column("method")
     times = ["TTFT mean", "p50", "p95", "p99", *(["TBT mean", "p99"] if with_tbt else [])]
-    for name in ("requests", "device", "host", "disk", *times, "req/s", "x recompute", "x kv", "unequal"):
+    names = ["requests", *SOURCES, *times, "req/s", *(name for name, _ in more)]
+    for name in (*names, *(f"x {name}" for name in BASELINES), "unequal"):
         table.add_column(name, justify="right")
     last = None
     for row in rows:
@@ -63,6 +72,7 @@ def print_table(console: Console, key: str, title: str, rows: Sequence[Row], *, 
             *(f"{row[f'{source}_hit_ratio']:.0%}" for source in SOURCES),
             *(_seconds(row[name]) for name in fields),
             _number(row["requests_per_s"]),
+            *(text(row) for _, text in more),
             *(ratio_of_rounds(row, baseline) for baseline in BASELINES),
             f"[bold red]{row['unequal']}[/]" if row["unequal"] else "0",
         )

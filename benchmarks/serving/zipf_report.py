@@ -28,7 +28,7 @@ def show(data: dict[str, Any], console: Console) -> None:
         f"{sizes['pool_tokens']:,} tokens",
         highlight=False,
     )
-    print_table(console, "alpha", "Zipf replay", data["rows"], with_tbt=False)
+    print_table(console, "alpha", "Zipf replay", data["rows"])
     print_equality(console, data["rows"])
 
 

@@ -75,9 +75,7 @@ def finished(rows: Sequence[Row]) -> list[Record]:
 def write(folder: Path, data: dict[str, Any]) -> None:
     """JSON with the sample of each round, CSV with medians, and a picture."""
     write_json(folder / "store_io.json", data)
-    write_csv(
-        folder / "store_io.csv", [{k: v for k, v in row.items() if k != "samples"} for row in data["rows"]]
-    )
+    write_csv(folder / "store_io.csv", data["rows"])
     _draw(data["rows"], folder / "store_io.png")
 
 

@@ -95,10 +95,11 @@ def test_rows_have_ratios_times_and_speedups(bench: Import) -> None:
     assert len({tuple(row) for row in rows}) == 1  # the same fields
     assert (kv["alpha"], kv["requests"], kv["prompt_tokens"], kv["restored_tokens"]) == (1.0, 2, 200, 100)
     assert (kv["device_hit_ratio"], kv["host_hit_ratio"], kv["disk_hit_ratio"]) == (0.1, 0.2, 0.3)
-    assert (kv["ttft_mean_s"], kv["ttft_p50_s"], kv["speedup_over_recompute"]) == (3.0, 3.0, 2.0)
+    assert (kv["ttft_mean_s"], kv["ttft_p50_s"], kv["round_speedup_over_recompute"]) == (3.0, 3.0, 2.0)
     assert kv["tbt_mean_s"] == pytest.approx(0.2)
     assert (kv["requests_per_s"], kv["tokens_per_s"]) == (0.4, 206 / 5)
-    assert recompute["speedup_over_kv"] == recompute["p50_speedup_over_kv"] == 0.5
+    assert recompute["round_speedup_over_kv"] == 0.5
+    assert kv["rounds"] == [{"ttft_mean_s": 3.0, "busy_s": 5.0, "restored_requests": 2}]
     assert [row["unequal"] for row in rows] == [0, 0, 1, None]
     assert bench("common.gathered").count_unequal(rows) == 1
     assert (absent["requests"], absent["note"], absent["ttft_mean_s"]) == (0, "not available here: why", None)
@@ -135,6 +136,16 @@ def test_servers_have_room_for_the_longest_context(bench: Import) -> None:
     assert all(2 * size.staging_bytes <= size.host_bytes for size in (small, large))
 
 
+EACH_REPORT = pytest.mark.parametrize(
+    ("report", "name", "key"),
+    [
+        ("serving.zipf_report", "zipf_replay", "alpha"),
+        ("serving.multiturn_report", "multiturn", "rate"),
+        ("serving.burst_report", "burst", "at_once"),
+    ],
+)
+
+
 def results(bench: Import, key: str) -> dict[str, Any]:
     measured = {
         name: [bench("serving.comparison").Measured([answer(bench)] * 3, 5.0)]
@@ -156,16 +167,14 @@ def results(bench: Import, key: str) -> dict[str, Any]:
             "requests": 6, "left_out": 1, "cut_documents": 2, "mean_question_tokens": 5.0, "mean_answer_tokens": 2.0,
             "mean_input_tokens": 10.0, "mean_output_tokens": 20.0,
         },
+        "settings": {"history": 512, "new_tokens": 32, "answer_tokens": 8},
         "sizes": {"pool_tokens": 200},
         "rates_left_out": [4.0],
         "rows": rows,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("report", "name", "key"),
-    [("serving.zipf_report", "zipf_replay", "alpha"), ("serving.multiturn_report", "multiturn", "rate")],
-)
+@EACH_REPORT
 def test_results_are_shown_and_written(
     bench: Import, tmp_path: Path, report: str, name: str, key: str
 ) -> None:
@@ -182,6 +191,7 @@ def test_results_are_shown_and_written(
     assert [(float(line[key]), line["method"]) for line in lines] == [
         (row[key], row["method"]) for row in data["rows"]
     ]
+    assert "rounds" not in lines[0], "a single value in each cell"
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -206,10 +216,7 @@ def test_one_method_alone_is_compared_with_nobody(bench: Import, tmp_path: Path)
     assert "compared with nobody's" in console.export_text()
 
 
-@pytest.mark.parametrize(
-    ("report", "name", "key"),
-    [("serving.zipf_report", "zipf_replay", "alpha"), ("serving.multiturn_report", "multiturn", "rate")],
-)
+@EACH_REPORT
 @pytest.mark.parametrize("there", ["recompute", "kv"])
 def test_a_method_that_was_not_measured_has_no_row(
     bench: Import, tmp_path: Path, report: str, name: str, key: str, there: str
@@ -223,7 +230,7 @@ def test_a_method_that_was_not_measured_has_no_row(
         (1.0, "lmcache"),
     ]
     alone = data["rows"][3]
-    assert (alone[f"speedup_over_{there}"], alone[f"speedup_over_{other}"]) == (1, None)
+    assert (alone[f"round_speedup_over_{there}"], alone[f"round_speedup_over_{other}"]) == (1, None)
     console = Console(width=200, record=True, file=(tmp_path / "shown").open("w"))
     bench(report).show(data, console)
     assert "All 3 answers equal those of recompute" in console.export_text()

@@ -248,9 +248,9 @@ def test_a_signal_after_the_last_row_loses_nothing(
     (out := tmp_path / "out").mkdir()
 
     class Late(dict):  # type: ignore[type-arg]
-        def __iter__(self) -> Any:
+        def items(self) -> Any:
             signal.raise_signal(signal.SIGTERM)
-            return super().__iter__()
+            return super().items()
 
     def measure(_scratch: Path, found: Any) -> None:
         found.expect(["all"])
