@@ -37,7 +37,6 @@ def make_plan(
     depths: Sequence[int],
     rounds: int | None,
     with_store: bool,
-    quiet_s: float,
 ) -> Plan:
     """The defaults of a full or a quick run, with what was asked for instead."""
     file_bytes = size or (256 * 2**20 if quick else 2**30)
@@ -49,7 +48,6 @@ def make_plan(
         seconds=0.1 if quick else 0.3,
         file_bytes=file_bytes,
         store=StoreLoad(max(file_bytes // StoreLoad(1).segment_bytes, 1)) if with_store else None,
-        quiet_s=quiet_s,
     )
 
 
@@ -60,7 +58,6 @@ def header_of(folder: Path, plan: Plan) -> dict[str, Any]:
         "nixl": nixl_problem() or metadata.version("nixl"),
         "file_system": file_system_of(folder),
         "plan": asdict(plan),
-        "disturbed_rounds": 0,
         "floors": FLOORS,
     }
 
@@ -120,10 +117,6 @@ def main(
     rounds: Annotated[
         int | None, typer.Option(help="Measurements of each; the median counts. Default: 5, quick 3.", min=1)
     ] = None,
-    quiet: Annotated[
-        float,
-        typer.Option(help="Total seconds to wait at most while other processes use the CPUs.", min=0),
-    ] = 30.0,
     store: Annotated[bool, typer.Option(help="Measure the disk store as well.")] = True,
     out: Out = None,
     as_json: AsJson = False,
@@ -135,7 +128,6 @@ def main(
         depths=depth or [],
         rounds=rounds,
         with_store=store,
-        quiet_s=quiet,
     )
     prepare_out(out)
     carry_out(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,17 +25,13 @@ from storage.disk_store import (
     opened,
     write_runs,
 )
-from storage.loads import Fio, Load, Neighbours, Sample, SharedMemory, make_file, open_direct, run_engine
+from storage.loads import Fio, Load, Sample, SharedMemory, make_file, open_direct, run_engine
 from storage.report import NO_FIO, Row, finished
 
 KIB = 2**10
 MAKERS: dict[str, Callable[[int, int], IOEngine]] = {"posix": PosixEngine, "nixl": NixlEngine}
 PATTERNS = ("read", "randread", "write")
 STORE_WRITES, STORE_READS = "the store writes", "the store reads"
-MAX_OTHERS_PERCENT = 20.0
-"""Of one core: a round during which other processes used more is measured again."""
-QUIET_S = 0.2
-"""Without them before a round."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +46,6 @@ class Plan:
     file_bytes: int
     store: StoreLoad | None
     """What the store writes and reads."""
-    quiet_s: float
-    """Spent at most, all together, on waiting for others and on rounds that they disturbed."""
 
     @property
     def num_loads(self) -> int:
@@ -83,13 +76,6 @@ class Variant:
     measure: Callable[[], Sample] | None
     """None: it cannot be measured, and its row says why."""
 
-    def sample(self) -> Sample:
-        """Measure once, and what others do meanwhile."""
-        assert self.measure is not None
-        neighbours = Neighbours()
-        sample = self.measure()
-        return replace(sample, others_percent=neighbours.percent())
-
 
 Loads = Generator[tuple[str, list[Variant]], None, None]
 """Names and variants; what they need is there until the next one is asked for, or the generator is closed."""
@@ -103,7 +89,6 @@ class Bench:
         self._plan = plan
         self._found = found
         self._fio: Fio | None = None
-        self._quiet_s = plan.quiet_s
         self._makers = {
             name: make for name, make in MAKERS.items() if name != "nixl" or nixl_problem() is None
         }
@@ -132,32 +117,10 @@ class Bench:
 
     def _take_turns(self, variants: Sequence[Variant]) -> None:
         for number in range(self._plan.rounds):
-            turns = in_turn(variants, number)
-            samples = self._undisturbed(turns)
-            for variant, sample in zip(turns, samples, strict=True):
+            for variant in in_turn(variants, number):
+                sample = variant.measure()
                 for row in variant.rows:
                     row.samples.append(sample)
-
-    def _undisturbed(self, variants: Sequence[Variant]) -> list[Sample]:
-        """One round, again and again while others use the CPUs and there is time to wait for them."""
-        while True:
-            self._wait_for_quiet()
-            begun = time.monotonic()
-            samples = [variant.sample() for variant in variants]
-            if max(sample.others_percent for sample in samples) <= MAX_OTHERS_PERCENT:
-                return samples
-            self._quiet_s -= time.monotonic() - begun
-            if self._quiet_s <= 0:
-                self._found.header["disturbed_rounds"] += 1
-                return samples
-
-    def _wait_for_quiet(self) -> None:
-        while self._quiet_s > 0:
-            neighbours = Neighbours()
-            time.sleep(QUIET_S)
-            if neighbours.percent() <= MAX_OTHERS_PERCENT:
-                return
-            self._quiet_s -= QUIET_S
 
     def _fio_variant(
         self, what: str, load: Load, files: Sequence[Path], memory: SharedMemory, options: Sequence[str]

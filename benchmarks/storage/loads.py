@@ -34,8 +34,6 @@ class Sample:
     p99_ms: float
     cpu_percent: float
     """Of one core, user and system."""
-    others_percent: float = 0.0
-    """The same for everything else on the machine meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -144,26 +142,6 @@ class Stopwatch:
         cpu_s = time.process_time() - self._cpu_s
         p50, p99 = np.percentile(np.fromiter(latencies_s, np.float64), (50, 99)) * 1e3
         return Sample(num_bytes / wall_s / 1e6, float(p50), float(p99), 100 * cpu_s / wall_s)
-
-
-class Neighbours:
-    """Processor time of all processes but this one and its children."""
-
-    def __init__(self) -> None:
-        self._used_s = self._read()
-        self._wall_s = time.perf_counter()
-
-    def percent(self) -> float:
-        """Of one core, since this was made."""
-        return max(0.0, 100 * (self._read() - self._used_s) / (time.perf_counter() - self._wall_s))
-
-    @staticmethod
-    def _read() -> float:
-        user, nice, system = map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
-        ours = os.times()
-        # Time of fio as well: it is a child that has ended.
-        own_s = ours.user + ours.system + ours.children_user + ours.children_system
-        return (user + nice + system) / os.sysconf("SC_CLK_TCK") - own_s
 
 
 def run_engine(engine: IOEngine, load: Load, file: OpenFile, memory: SharedMemory) -> Sample:

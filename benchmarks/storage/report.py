@@ -94,8 +94,6 @@ def show(data: dict[str, Any], console: Console) -> None:
     compared = [row for row in rows if row["ratio_to_fio"] is not None]
     missed = sum(map(_is_below_floor, rows))
     floors = ", ".join(f"{pattern} {100 * floor:.0f} %" for pattern, floor in FLOORS.items())
-    if disturbed := data["disturbed_rounds"]:
-        console.print(f"Other processes used the CPUs during {disturbed} rounds: do not trust the ratios.")
     console.print(f"{len(compared) - missed} of {len(compared)} rows reach their floor ({floors} of fio).")
 
 

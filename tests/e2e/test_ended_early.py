@@ -74,7 +74,7 @@ def check_files(out: Path, name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def test_store_io(tmp_path: Path) -> None:
-    options = ("--size", "8MiB", "--quiet", "0", "--rounds", "10", "--quick")
+    options = ("--size", "8MiB", "--rounds", "10", "--quick")
     data, words = end_early("store_io", tmp_path, *options, after=r" [1-9]\d*/20", number=signal.SIGINT)
     assert data["benchmark"] == "store_io"
     assert data["complete"] is False

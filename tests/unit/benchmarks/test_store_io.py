@@ -37,8 +37,6 @@ def small(tmp_path: Path) -> list[str]:
         str(tmp_path),
         "--quick",
         *sizes,
-        "--quiet",
-        "0",
         "--no-store",
         "--out",
         str(tmp_path / "out"),
