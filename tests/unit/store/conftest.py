@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +100,27 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def preads(before: Callable[[Path, range], object]) -> Iterator[None]:
+    """What reads segments without the I/O engine calls ``before(path, bytes)`` first, which may wait, or fail."""
+    pread = os.pread
+
+    def disturbed(fd: int, size: int, offset: int) -> bytes:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.suffix == ".seg":
+            before(path, range(offset, offset + size))
+        return pread(fd, size, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", disturbed)
+        yield
+
+
+def fail(number: int = errno.EIO, after_s: float = 0.0) -> None:
+    time.sleep(after_s)
+    raise OSError(number, os.strerror(number))
 
 
 @pytest.fixture

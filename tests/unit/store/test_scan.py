@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.looking import look_at
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import fail, preads, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (32768,) * 3
@@ -104,23 +103,14 @@ def test_a_long_scan_says_how_far_it_is(
     sight.close()
 
 
-def test_a_block_that_cannot_be_read_hides_its_run_only(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_cannot_be_read_hides_its_run_only(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(small_config(tmp_path, 1, segment=2**22))
     for keys in RUNS[:3]:
         write_keys(store, keys, LAYERS)
     places = [Inside(store).run_of(keys[0]).place for keys in RUNS[:3]]
     assert len({place.segment for place in places}) == 1
-    bad, pread = places[1].offsets[0], os.pread
-
-    def failing(fd: int, size: int, offset: int) -> bytes:
-        if offset <= bad < offset + size:
-            raise OSError(errno.EIO, "Input/output error")
-        return pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", failing)
-    found = scan_segments([places[0].segment], Inside(store).volumes).runs
+    with preads(lambda _, at: places[1].offsets[0] in at and fail()):
+        found = scan_segments([places[0].segment], Inside(store).volumes).runs
     assert found == [(places[0], 0), (places[1], 1), (places[2], 0)]
 
 

@@ -18,7 +18,7 @@ from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import conditions, open_when_unlocked, wait_until
+from tests.unit.store.conftest import conditions, open_when_unlocked, preads, wait_until
 
 LAYERS = (8192, 4096, 8192)
 OLD, NEW = make_keys(0, 40), make_keys(100, 4)
@@ -42,20 +42,12 @@ class Hang:
 
 
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+def hang() -> Iterator[Hang]:
     """Holds up reading of segments, and whatever else a test has wait for it."""
     found = Hang()
-    pread = found.pread = os.pread
-
-    def hanging_pread(fd: int, size: int, offset: int) -> bytes:
-        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        if path.suffix == ".seg":
-            found.wait(path)
-        return pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", hanging_pread)
-    yield found
-    found.let_go()
+    with preads(lambda path, _: found.wait(path)):
+        yield found
+        found.let_go()
 
 
 def filled(base: Path, num_dirs: int = 2) -> StoreConfig:
@@ -201,16 +193,10 @@ def test_a_device_that_is_slow_but_goes_on_is_waited_for(
 ) -> None:
     """All of it takes longer than one operation may."""
     config = replace(filled(tmp_path), io_timeout_s=2.0)
-    pread = os.pread
-
-    def slow_pread(fd: int, size: int, offset: int) -> bytes:
-        time.sleep(0.5)
-        return pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", slow_pread)
     monkeypatch.setattr(scan, "_NEAR_BYTES", 0)  # a read for each header
     began = time.monotonic()
-    store = DiskStore.open(config, Counters())
+    with preads(lambda *_: time.sleep(0.5)):
+        store = DiskStore.open(config, Counters())
     assert time.monotonic() - began > config.io_timeout_s
     assert conditions(store) == ["healthy", "healthy"]
     read_keys(store, OLD)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import conditions, sick, state_of, wait_until
+from tests.unit.store.conftest import conditions, fail, preads, sick, state_of, wait_until
 from tests.unit.store.test_slow_start import Hang, Opening, hang
 
 __all__ = ["hang"]
@@ -54,22 +53,6 @@ def only_in_second(base: Path, monkeypatch: pytest.MonkeyPatch) -> StoreConfig:
     write_without(config, None, [], monkeypatch)
     write_without(config, 0, RUNS, monkeypatch)
     return config
-
-
-@contextmanager
-def failing_reads(monkeypatch: pytest.MonkeyPatch, path: str, until: int, seconds: float) -> Iterator[None]:
-    """Of segments whose path ends so, up to an offset, after so long."""
-    pread = os.pread
-
-    def bad_pread(fd: int, size: int, offset: int) -> bytes:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith(path) and offset < until:
-            time.sleep(seconds)
-            raise OSError(errno.EIO, "bad sector")
-        return pread(fd, size, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", bad_pread)
-        yield
 
 
 def found(store: DiskStore) -> int:
@@ -114,12 +97,8 @@ def test_files_that_cannot_be_read_for_a_while_are_served_later(
     before = {path: path.stat().st_size for path in config.dirs[0].glob("*.seg")}
     with monkeypatch.context() as patch:
         if not is_open:
-
-            def fail(*_: object) -> None:
-                raise OSError(errno.EIO, "bad sector")
-
-            patch.setattr(StoreDirectory, "open_to_read", fail)
-        with failing_reads(patch, ".seg", 2**60, 0.0):
+            patch.setattr(StoreDirectory, "open_to_read", lambda *_: fail())
+        with preads(lambda *_: fail()):
             store = DiskStore.open(config, Counters())
     assert found(store) == 0
     assert store.stats().used_bytes > sum(before.values()), "they count"
@@ -136,7 +115,7 @@ def test_they_go_when_their_room_is_needed(tmp_path: Path, monkeypatch: pytest.M
     config = small_config(tmp_path)
     write_without(config, None, RUNS, monkeypatch)
     before = [*config.dirs[0].glob("*.seg")]
-    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+    with preads(lambda *_: fail()):
         store = DiskStore.open(config, Counters())
     write_keys(store, make_keys(1000, 4), SIZES)
     for _ in before:
@@ -153,7 +132,7 @@ def test_many_bad_blocks_one_after_the_other_take_no_directory_out(
     config = replace(small_config(tmp_path, segment=2**20), io_timeout_s=2.0)
     write_without(config, None, RUNS, monkeypatch)
     first = min(config.dirs[0].glob("*.seg"))
-    with failing_reads(monkeypatch, first.name, 2**18, 0.06):
+    with preads(lambda path, at: path == first and at[0] < 2**18 and fail(after_s=0.06)):
         store = DiskStore.open(config, Counters())
     assert conditions(store) == ["healthy"]
     store.close()
@@ -167,14 +146,7 @@ def test_a_file_of_many_headers_may_take_long(tmp_path: Path, monkeypatch: pytes
     for keys in runs:
         write_keys(store, keys, (90_000,))
     store.close()
-    pread = os.pread
-
-    def slow_pread(fd: int, size: int, offset: int) -> bytes:
-        time.sleep(0.06 if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg") else 0.0)
-        return pread(fd, size, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", slow_pread)
+    with preads(lambda *_: time.sleep(0.06)):
         store = DiskStore.open(config, Counters())
     assert conditions(store) == ["healthy"]
     assert all(match_keys(store, keys) for keys in runs)
@@ -217,15 +189,8 @@ def test_a_check_names_a_directory_that_went_out_meanwhile(
 ) -> None:
     config = small_config(tmp_path, 2)
     write_without(config, None, RUNS, monkeypatch)
-    pread, error = os.pread, errno.ETIMEDOUT if how == "hangs" else errno.ENODEV
-
-    def bad_pread(fd: int, size: int, offset: int) -> bytes:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg"):
-            raise OSError(error, os.strerror(error))
-        return pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", bad_pread)
-    with StoreView.open(config.dirs) as view:
+    error = errno.ETIMEDOUT if how == "hangs" else errno.ENODEV
+    with preads(lambda *_: fail(error)), StoreView.open(config.dirs) as view:
         errors = [finding.what for finding in check(view) if finding.is_error]
     assert [what.partition(":")[0] for what in errors] == [*map(str, config.dirs)]
 
@@ -235,7 +200,7 @@ def test_an_unread_segment_is_known_as_before(tmp_path: Path, monkeypatch: pytes
     config = replace(small_config(tmp_path), write_budget_bytes=10**9)
     write_without(config, None, RUNS, monkeypatch)
     before, counters = state_of(config.dirs[0]), Counters()
-    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+    with preads(lambda *_: fail()):
         with StoreView.open(config.dirs) as view:
             errors = [finding.what for finding in check(view) if finding.is_error]
             assert not view.lost
@@ -260,15 +225,7 @@ def test_a_file_whose_end_cannot_be_read_keeps_those_beside_it(
     (path,) = config.dirs[stripe].glob("*.seg")
     with StoreView.open(config.dirs) as view:
         last = view.places[-1]
-    pread, bad = os.pread, last.offsets[stripe]
-
-    def bad_pread(fd: int, size: int, offset: int) -> bytes:
-        if os.readlink(f"/proc/self/fd/{fd}") == str(path) and offset <= bad < offset + size:
-            raise OSError(errno.EIO, "bad sector")
-        return pread(fd, size, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", bad_pread)
+    with preads(lambda read, at: read == path and last.offsets[stripe] in at and fail()):
         DiskStore.open(config, Counters()).close()
     store = DiskStore.open(config, Counters())
     assert found(store) == len(RUNS)
@@ -287,11 +244,8 @@ def test_a_device_that_says_nothing_of_holes_keeps_its_files(
             file.seek(0)
             file.write(bytes(4096))
 
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "bad sector")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "lseek", fail)
+        patch.setattr(os, "lseek", lambda *_: fail())
         DiskStore.open(config, Counters()).close()
     for path, head in heads.items():
         with path.open("r+b") as file:
