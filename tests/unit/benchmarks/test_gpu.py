@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tarfile
 import time
@@ -16,20 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-RUN = Path(__file__).parents[3] / "benchmarks" / "gpu" / "run.py"
 MOST_SECONDS = 9 * 60
 ISSUE_SHAPES = {"llama-2-7b", "llama-2-13b", "opt-30b", "llama-3-8b", "qwen3-8b", "gemma-7b"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True, check=False)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    result = run("--out", str(tmp_path / "results"))
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == "not available here: no CUDA device"
+def test_without_a_gpu_it_says_so(
+    bench: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("gpu.run").main(["--out", str(tmp_path / "results")]) == 2
+    assert capsys.readouterr().err == "not available here: no CUDA device\n"
     assert not (tmp_path / "results").exists()
 
 

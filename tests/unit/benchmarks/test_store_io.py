@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ ENGINES = ["posix"] if nixl_problem() else ["posix", "nixl"]
 
 
 @pytest.fixture
-def store_io(bench: Callable[[str], Any]) -> Any:
-    return bench("store_io")
+def store_io(bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command, with a small store."""
+    module = bench("store_io")
+    tiny = module.StoreLoad(2, runs_per_segment=2, num_chunks=4, num_layers=3, chunk_bytes=4096)
+    make_plan = module.make_plan
+    monkeypatch.setattr(module, "make_plan", lambda **wanted: replace(make_plan(**wanted), store=tiny))
+    return module
 
 
 def run(store_io: Any, *arguments: str) -> str:
@@ -32,15 +38,7 @@ def run(store_io: Any, *arguments: str) -> str:
 
 def small(tmp_path: Path) -> list[str]:
     sizes = ["--size", "1MiB", "--block", "64KiB", "--depth", "2", "--rounds", "2"]
-    return [
-        "--dir",
-        str(tmp_path),
-        "--quick",
-        *sizes,
-        "--no-store",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    return ["--dir", str(tmp_path), "--quick", *sizes, "--out", str(tmp_path / "out")]
 
 
 def report_of(tmp_path: Path) -> dict[str, Any]:
@@ -55,9 +53,16 @@ def test_engines_are_compared_with_fio(store_io: Any, tmp_path: Path) -> None:
     assert "rows reach their floor" in output
     report = report_of(tmp_path)
     rows = [(row["pattern"], row["variant"]) for row in report["rows"]]
+    stores = [f"DiskStore, {name}" for name in ENGINES]
     assert rows == [
-        (pattern, variant) for pattern in ("read", "randread", "write") for variant in ("fio", *ENGINES)
+        *((pattern, variant) for pattern in ("read", "randread", "write") for variant in ("fio", *ENGINES)),
+        *((pattern, variant) for pattern in ("write", "read") for variant in ("fio", *stores)),
     ]
+    of_store = [row for row in report["rows"] if row["what"] == "store"]
+    assert {(row["pattern"], row["block_bytes"], row["depth"]) for row in of_store} == {
+        ("write", 16384, 8),
+        ("read", 16384, 4),
+    }
     assert all(len(row["samples"]) == 2 and row["mb_per_s"] > 0 for row in report["rows"])
     assert all((row["ratio_to_fio"] is None) == (row["variant"] == "fio") for row in report["rows"])
     with (tmp_path / "out/store_io.csv").open(newline="") as file:
@@ -76,22 +81,3 @@ def test_without_fio_the_rows_say_so(store_io: Any, tmp_path: Path, monkeypatch:
     }
     assert all(row["ratio_to_fio"] is None for row in rows)
     assert all(len(row["samples"]) == 2 for row in rows if row["variant"] != "fio")
-
-
-def test_the_store_is_measured(store_io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = store_io.StoreLoad(2, runs_per_segment=2, num_chunks=4, num_layers=3, chunk_bytes=4096)
-    make_plan = store_io.make_plan
-
-    def tiny_plan(**wanted: Any) -> Any:
-        plan = make_plan(**wanted)
-        return type(plan)(**{**vars(plan), "store": tiny})
-
-    monkeypatch.setattr(store_io, "make_plan", tiny_plan)
-    run(store_io, *small(tmp_path))
-    rows = [row for row in report_of(tmp_path)["rows"] if row["what"] == "store"]
-    assert [(row["pattern"], row["variant"], row["block_bytes"], row["depth"]) for row in rows] == [
-        (pattern, variant, 16384, depth)
-        for pattern, depth in (("write", 8), ("read", 4))
-        for variant in ("fio", *(f"DiskStore, {name}" for name in ENGINES))
-    ]
-    assert all(row["mb_per_s"] > 0 for row in rows if row["samples"])

@@ -169,6 +169,10 @@ def test_a_process_without_the_tier_loads_next_to_nothing_of_ours() -> None:
     code = """if True:
         import sys
         from types import SimpleNamespace
+        from unittest.mock import MagicMock
+
+        for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry"):
+            sys.modules[name] = MagicMock()  # imports of SGLang's take seconds, and are its own
         from sglang_hcache.sglang_plugin import entry
 
         def loaded() -> list[str]:
