@@ -37,8 +37,7 @@ def start(world: World, rid: str, prompt: list[int]) -> RestoreJob:
     """The restore of a request that comes now."""
     world.store(prompt)
     world.queue(rid, prompt)
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     return world.engine.jobs[-1]
 
 
@@ -93,8 +92,7 @@ def test_two_restores_may_bring_the_same_chunk(monkeypatch: pytest.MonkeyPatch) 
     coordinator.drop("other")
     world.engine.jobs.reverse()
     world.engine.end(RestoreState.CANCELLED)
-    coordinator._starter.look_again()
-    coordinator.tick()
+    world.look_again()
     assert coordinator.running.first_with(shared) is first
     assert coordinator.running.left_s(first) > 0
     assert second not in coordinator.running
@@ -110,8 +108,7 @@ def test_who_waits_for_a_restore_looks_again_when_that_one_is_over(monkeypatch: 
     start(world, "long", [*tokens(1, 1), *tokens(2, 9)])
     world.store([*tokens(1, 1), *tokens(4, 1)])
     world.queue("waits", [*tokens(1, 1), *tokens(4, 1)])
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert len(world.engine.jobs) == 1
     monkeypatch.setattr(world.maker, "is_worth_awaiting", lambda *_: False)
     start(world, "other", [*tokens(1, 1), *tokens(3, 6)])
@@ -296,12 +293,10 @@ def test_a_restore_starts_once_its_request_is_near_the_head_of_the_queue(
     world.scheduler.line.remove("first")
     first = len(long_prompt(4)) + 8 * CHUNK_TOKENS
     world.scheduler.running, world.scheduler.chunked = True, (first - 64, 64)
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert not world.engine.jobs, "it is computed pass by pass, and nobody else before its last one"
     world.scheduler.chunked = (64, first - 64)
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert len(world.engine.jobs) == 1
 
 

@@ -238,8 +238,7 @@ def test_a_chunk_that_goes_between_look_up_and_start(monkeypatch: pytest.MonkeyP
         assert not world.tiers.host._pinned
         if rank == 1:
             gone.clear()
-        world.coordinator._starter.look_again()
-        world.coordinator.tick()
+        world.look_again()
         assert len(world.engine.jobs) == 1
 
     on_two(work)
@@ -350,8 +349,7 @@ def test_devices_stay_the_same_whatever_happens(seed: int) -> None:
         ends_when_cancelled(world)
         for _ in range(60):
             act(world, shared, own, names)
-            world.coordinator._starter.look_again()
-            world.coordinator.tick()
+            world.look_again()
             for request in list(world.scheduler.waiting()):
                 if world.coordinator.may_be_admitted(request.rid) and shared.random() < 0.3:
                     world.coordinator.admitted(request.rid, 0)

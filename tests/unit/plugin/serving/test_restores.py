@@ -272,6 +272,11 @@ class World:
         self.engine.end(state)
         self.coordinator.tick()
 
+    def look_again(self) -> None:
+        """One more round, in which all that waits is looked at, whatever changed."""
+        self.coordinator._starter.look_again()
+        self.coordinator.tick()
+
     def keep_pace(self) -> None:
         self.maker.keep_pace(self.coordinator.waiting, self.coordinator.running)
 
@@ -427,8 +432,7 @@ def test_chunks_that_go_before_they_are_held_leave_nothing_behind(
     assert len(leased) == 1, "the second block is gone"
     world.assert_clean()
     assert world.tiers.host.counts().free == world.tiers.host.num_slots
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert world.coordinator.may_be_admitted("a")
     assert not world.engine.jobs
 
@@ -479,9 +483,8 @@ def test_who_waits_when_the_tier_is_switched_off_is_recomputed(world: World) -> 
     world.scheduler.reserved = 0
     world.store(tokens(9, 4))
     assert all(world.coordinator.may_be_admitted(rid) for rid in world.scheduler.line)
-    world.coordinator._starter.look_again()
     world.tree.evictions += 1
-    world.coordinator.tick()
+    world.look_again()
     assert all(world.coordinator.may_be_admitted(rid) for rid in world.scheduler.line)
     assert len(world.engine.jobs) == 1, "that of the one that was running, which is being stopped"
     world.engine.end(RestoreState.CANCELLED)
@@ -511,8 +514,7 @@ def test_running_requests_keep_their_reserve(world: World) -> None:
     world.coordinator.tick()
     assert not world.engine.jobs
     world.scheduler.reserved -= CHUNK_TOKENS
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert world.engine.jobs
 
 
@@ -587,12 +589,10 @@ def test_who_finds_no_room_with_nobody_before_it_waits_for_it(world: World, cloc
         world.queue(f"r{name}", tokens(name, 4))
     for _ in range(300):
         clock.now += 10
-        world.coordinator._starter.look_again()
-        world.coordinator.tick()
+        world.look_again()
         assert not any(map(world.coordinator.may_be_admitted, world.scheduler.line))
     world.scheduler.reserved = 0
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert len(world.engine.jobs) == 3
 
 
@@ -604,12 +604,10 @@ def test_who_finds_no_room_though_nothing_runs_is_recomputed_in_the_end(
     world.queue("a", tokens(1, 4))
     world.coordinator.tick()
     clock.now += 119
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert not world.coordinator.may_be_admitted("a")
     clock.now += 1
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert world.coordinator.may_be_admitted("a")
     assert world.counters["restore.no_slots"] == 1
 
@@ -626,8 +624,7 @@ def test_who_found_no_room_behind_others_does_not_wait_for_ever_when_it_comes_fi
             line.insert(0, "earlier")
         else:
             line.remove("earlier")
-        world.coordinator._starter.look_again()
-        world.coordinator.tick()
+        world.look_again()
     assert world.counters["restore.no_slots"] == 1
     assert world.coordinator.may_be_admitted("first")
 
@@ -639,8 +636,7 @@ def test_one_that_gives_up_takes_nobody_with_it(world: World, clock: SimpleNames
         world.store(tokens(name, 4))
         world.queue(f"r{name}", tokens(name, 4))
     clock.now += 121
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert world.counters["restore.no_slots"] == 1
     assert world.coordinator.waiting.phases()["pending"] == 3
     assert world.coordinator.may_be_admitted("first")
@@ -755,8 +751,7 @@ def test_one_that_others_always_come_before_is_recomputed_in_the_end(
         world.coordinator.tick()
         assert not world.coordinator.may_be_admitted("large")
     clock.now += 121
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert len(world.engine.jobs) == 3
     assert world.coordinator.may_be_admitted("large")
 
@@ -843,8 +838,7 @@ def test_requests_with_one_prefix_are_not_late_one_after_the_other() -> None:
         assert world.coordinator.waiting.phases()["pending"] == pending
         (job,) = world.engine.jobs
         world.engine.end(RestoreState.FAILED, late_after_s=job.deadline_s)
-        world.coordinator._starter.look_again()
-        world.coordinator.tick()
+        world.look_again()
     assert not world.engine.jobs
     assert all(world.coordinator.may_be_admitted(rid) for rid in rids)
     assert world.counters["restore.late"] == 2
@@ -958,8 +952,7 @@ def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
     assert world.coordinator.may_be_admitted("later")
     world.scheduler.running = True
     world.scheduler.line.insert(0, world.scheduler.line.pop())
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert world.coordinator.may_be_admitted("later"), "it comes first in the scheduler's order"
 
 
@@ -980,8 +973,7 @@ def test_whether_there_is_room_is_not_looked_at_in_every_round(
     world.scheduler.reserved = 0
     world.coordinator.tick()
     assert not world.engine.jobs
-    world.coordinator._starter.look_again()
-    world.coordinator.tick()
+    world.look_again()
     assert world.engine.jobs
 
 
@@ -1026,8 +1018,7 @@ def test_a_restore_without_room_is_not_looked_up_again_before_it_may_need_less(
     monkeypatch.setattr(world.tree, "match_tokens", lambda *key: looked_up.append(key) or match(*key))
 
     def lookups() -> int:
-        world.coordinator._starter.look_again()
-        world.coordinator.tick()
+        world.look_again()
         return len(looked_up)
 
     monkeypatch.setattr(tickets, "_REFUSED_S", 60.0)
@@ -1081,8 +1072,7 @@ def test_now_and_then_a_restore_that_would_not_pay_is_tried() -> None:
     tried = []
     for number in range(100):
         world.queue(f"r{number}", tokens(1, 2))
-        world.coordinator._starter.look_again()
-        world.coordinator.tick()
+        world.look_again()
         if world.engine.jobs:
             tried.append(number)
             assert world.engine.jobs[0].deadline_s == 0.05
