@@ -108,6 +108,7 @@ def main(
         rounds or base.rounds,
         base.measure_s,
         tuple(dict.fromkeys(ways)) if ways else base.ways,
+        kv_layers,
     )
     if kv_layers is not None and kv_layers >= sizes.layers:
         raise ConfigError(f"--kv-layers: {kv_layers} leaves none of {sizes.layers} layers for hidden states")
@@ -118,7 +119,7 @@ def main(
     restart_with_cpu_runtime()
     carry_out(
         "ablations",
-        partial(run, section, model, sizes, kv_layers),
+        partial(run, section, model, sizes),
         report,
         folder=folder,
         out=out,
@@ -126,15 +127,13 @@ def main(
     )
 
 
-def run(
-    section: Section, model: TinyModel, sizes: Sizes, kv_layers: int | None, folder: Path, found: Gathered
-) -> None:
+def run(section: Section, model: TinyModel, sizes: Sizes, folder: Path, found: Gathered) -> None:
     """Measure what was asked for."""
     disk = disk_facts(folder, sizes.tiers if section in (Section.PARTITION, Section.ALL) else ())
     from ablation.run import Run  # takes seconds
 
     found.header = header_of("ablations", model, sizes.rounds) | disk | {"settings": asdict(sizes)}
-    Run(section, model, sizes, kv_layers, folder, found).measure()
+    Run(section, model, sizes, folder, found).measure()
 
 
 if __name__ == "__main__":

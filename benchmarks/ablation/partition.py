@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ablation.settings import Sizes
 from ablation.splits import (
     BLOCK_CHUNKS,
     BLOCK_TOKENS,
@@ -185,48 +186,37 @@ class PartitionRow:
     ratio_max: float = 1.0
 
 
-@dataclass(frozen=True)
-class PartitionSettings:
-    tiers: tuple[str, ...]
-    """``host``, ``disk`` or ``disk:<bytes a second>``."""
-    lengths: tuple[int, ...]
-    kv_layers: int | None
-    """Layers that come back as K and V; None: as many as are predicted to be fastest."""
-    rounds: int
-    folder: Path
-
-
 def measure_partition(
-    settings: PartitionSettings,
+    sizes: Sizes,
     rig: Rig,
-    profile_of: Callable[[DiskStore | None], Profile],
+    folder: Path,
     step: Callable[[], None],
     on_rows: Callable[[str, int, Sequence[PartitionRow]], None],
 ) -> None:
     """Every tier and length by layers, by tokens, and by tokens in whole chunks.
 
     Args:
-        profile_of: measures the machine; called once a tier.
+        folder: for the disk tiers.
         step: called after each round.
         on_rows: gets the rows of each tier and length as soon as it is over.
     """
-    for number, tier in enumerate(settings.tiers):
+    for number, tier in enumerate(sizes.tiers):
         name, limit = split_tier(tier)
         disk, counting = (None, None)
         with ExitStack() as stack:
             if name == "disk":
-                disk, counting = open_disk(settings.folder / f"partition-{number}", IOKind.READ, limit)
+                disk, counting = open_disk(folder / f"partition-{number}", IOKind.READ, limit)
                 stack.callback(disk.close)
-            profile = profile_of(disk)
+            profile = rig.profile(disk, sizes.measure_s)
             costs = costs_by_length(profile, name)
-            split = _split(settings, rig, costs)
+            split = _split(sizes.kv_layers, rig, costs)
             methods = split.methods()
             gate = gate_of(profile, methods, PlanKind.HIDDEN, rig.device.largest_pass)
             by_layers = stack.enter_context(closing(Variant(rig, methods, disk, gate, may_decline=False)))
             by_tokens = stack.enter_context(closing(TokenWise(rig, disk)))
-            for length in settings.lengths:
+            for length in sizes.lengths:
                 case = _Case(rig, tier, length, split, costs, by_layers, by_tokens, counting)
-                on_rows(tier, length, case.measure(settings.rounds, step))
+                on_rows(tier, length, case.measure(sizes.rounds, step))
 
 
 def costs_by_length(profile: Profile, tier: str) -> Callable[[int], LayerCosts]:
@@ -234,9 +224,9 @@ def costs_by_length(profile: Profile, tier: str) -> Callable[[int], LayerCosts]:
     return lambda num_tokens: profile.costs({tier: num_tokens})
 
 
-def _split(settings: PartitionSettings, rig: Rig, costs: Callable[[int], LayerCosts]) -> Split:
-    if settings.kv_layers is not None:
-        return Split(0, rig.num_layers - settings.kv_layers, settings.kv_layers)
+def _split(kv_layers: int | None, rig: Rig, costs: Callable[[int], LayerCosts]) -> Split:
+    if kv_layers is not None:
+        return Split(0, rig.num_layers - kv_layers, kv_layers)
     return choose_split(costs(BLOCK_TOKENS), rig.num_layers)
 
 

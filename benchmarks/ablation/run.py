@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ablation.partition import PartitionSettings, measure_partition
+from ablation.partition import measure_partition
 from ablation.report import flat
-from ablation.saving import SavingSettings, measure_saving
+from ablation.saving import measure_saving
 from ablation.schedules import measured_row, paper_rows
 from ablation.settings import Section, Sizes
 from common.gathered import Gathered
@@ -33,7 +33,6 @@ class Run:
     section: Section
     model: TinyModel
     sizes: Sizes
-    kv_layers: int | None
     folder: Path
     found: Gathered
 
@@ -62,18 +61,11 @@ class Run:
         if section is Section.PARTITION:
             return [_name(section, tier, length) for tier in sizes.tiers for length in sizes.lengths]
         if section is Section.SAVING:
-            return [_name(section, load, size) for load, size in self._saving_settings.loads]
+            return [_name(section, load, size) for load, size in sizes.loads]
         return [section.value]
 
     def _add(self, name: str, section: Section, rows: Sequence[Any]) -> None:
         self.found.add(name, [flat(section, row) for row in rows])
-
-    @property
-    def _saving_settings(self) -> SavingSettings:
-        sizes = self.sizes
-        return SavingSettings(
-            sizes.batches, sizes.prompt, sizes.steps, sizes.prefill, sizes.rounds, sizes.ways, self.folder
-        )
 
     def _load(self) -> Rig:
         folder = self.folder / "model"
@@ -83,26 +75,24 @@ class Run:
             longest += self.sizes.lengths
         if self._wants(Section.SAVING):
             longest.append(self.sizes.prefill)
-            room = self._saving_settings.room
+            room = self.sizes.room
         return Rig.load(folder, max(longest), PIECE, "--dtype", self.model.dtype, room=room)
 
     def _partition(self, rig: Rig, progress: Progress) -> None:
         sizes = self.sizes
-        settings = PartitionSettings(sizes.tiers, sizes.lengths, self.kv_layers, sizes.rounds, self.folder)
         task = progress.add_task("partition", total=len(sizes.tiers) * len(sizes.lengths) * sizes.rounds)
-        profile = partial(rig.profile, measure_s=sizes.measure_s)
         section = Section.PARTITION
         measure_partition(
-            settings, rig, profile, partial(progress.advance, task),
+            sizes, rig, self.folder, partial(progress.advance, task),
             lambda tier, length, rows: self._add(_name(section, tier, length), section, rows),
         )  # fmt: skip
 
     def _saving(self, rig: Rig, progress: Progress) -> None:
-        settings = self._saving_settings
-        task = progress.add_task("saving", total=len(settings.loads) * (1 + settings.rounds))
+        sizes = self.sizes
+        task = progress.add_task("saving", total=len(sizes.loads) * (1 + sizes.rounds))
         section = Section.SAVING
         measure_saving(
-            settings, rig, partial(progress.advance, task),
+            sizes, rig, self.folder, partial(progress.advance, task),
             lambda load, size, rows: self._add(_name(section, load, size), section, rows),
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ import torch
 from sglang.benchmark.one_batch import decode, extend, prepare_synthetic_inputs_for_latency_test
 
 from ablation.savers import DirectSaver, Saver, TwoStageSaver
-from ablation.settings import OFF, Way
+from ablation.settings import IN_A_ROW, OFF, Sizes, Way
 from common.statistics import median_with_interval
 from common.turns import in_turn
 from restoring.rig import Rig
@@ -40,8 +40,6 @@ each turn every request completes one chunk, in the middle of it: what is done w
 of the turn, as in a server."""
 PREFILLS = 3
 """Prompts of each variant in a round where prefill is measured."""
-IN_A_ROW = 6
-"""Prefills of a turn that are measured until all of them are saved: what saving defers is part of the time there."""
 
 
 @dataclass
@@ -77,35 +75,10 @@ class SavingRow:
     """Of each turn: of one prompt, or the mean of its passes."""
 
 
-@dataclass(frozen=True)
-class SavingSettings:
-    batches: tuple[int, ...]
-    prompt: int
-    """Tokens before decoding begins, at least."""
-    steps: int
-    prefill: int
-    """Tokens of the prompt whose prefill is measured, one pass."""
-    rounds: int
-    ways: tuple[Way, ...]
-    folder: Path
-
-    @property
-    def loads(self) -> list[tuple[str, int]]:
-        """What is measured, and its size."""
-        prefills = [("prefill", self.prefill), ("prefills", self.prefill)]
-        return [*prefills, *(("decode", batch) for batch in self.batches)]
-
-    @property
-    def room(self) -> int:
-        """Most tokens in the KV pool: the requests of all variants are in it together, prefills in a row by variant."""
-        per_request = self.prompt + self.steps + CHUNK_TOKENS
-        together = (1 + len(self.ways)) * max(self.prefill, max(self.batches) * per_request)
-        return max(together, IN_A_ROW * self.prefill)
-
-
 def measure_saving(
-    settings: SavingSettings,
+    sizes: Sizes,
     rig: Rig,
+    folder: Path,
     step: Callable[[], None],
     on_rows: Callable[[str, int, Sequence[SavingRow]], None],
 ) -> None:
@@ -115,15 +88,15 @@ def measure_saving(
         step: called after each round.
         on_rows: gets the rows of each load and size as soon as it is over.
     """
-    largest = max(settings.prefill, max(settings.batches) * (settings.prompt + CHUNK_TOKENS))
+    largest = max(sizes.prefill, max(sizes.batches) * (sizes.prompt + CHUNK_TOKENS))
     with ExitStack() as stack:
         savers: dict[str, Saver] = {}
-        for way in settings.ways:
-            savers[NAMES[way]] = saver = _saver(way, rig, settings.folder / way, largest)
+        for way in sizes.ways:
+            savers[NAMES[way]] = saver = _saver(way, rig, folder / way, largest)
             stack.callback(saver.close)
-        for load, size in settings.loads:
+        for load, size in sizes.loads:
             dropped = {name: saver.rows_dropped for name, saver in savers.items()}
-            rows = _measure_load(settings, rig, {OFF: None, **savers}, load, size, step)
+            rows = _measure_load(sizes, rig, {OFF: None, **savers}, load, size, step)
             for name, saver in savers.items():
                 rows[name].dropped = saver.rows_dropped - dropped[name]
             on_rows(load, size, list(rows.values()))
@@ -136,7 +109,7 @@ def _saver(way: Way, rig: Rig, folder: Path, largest: int) -> Saver:
 
 
 def _measure_load(
-    settings: SavingSettings,
+    sizes: Sizes,
     rig: Rig,
     savers: dict[str, Saver | None],
     load: str,
@@ -145,7 +118,7 @@ def _measure_load(
 ) -> dict[str, SavingRow]:
     rows = {name: SavingRow(load, size, name) for name in savers}
     passes: dict[str, list[float]] = {name: [] for name in savers}
-    prompts = _prompts(rig, settings, load, size)
+    prompts = _prompts(rig, sizes, load, size)
     turns = itertools.count()
 
     def turn(sessions: dict[str, Session], run: Callable[[Session], list[float]]) -> None:
@@ -156,7 +129,7 @@ def _measure_load(
             rows[name].times.append(statistics.fmean(seconds))
             rows[name].drain_s = max(rows[name].drain_s, sessions[name].settle())
 
-    for number in range(-1, settings.rounds):
+    for number in range(-1, sizes.rounds):
         if load == "prefill":
             for _ in range(PREFILLS):
                 with _sessions(rig, savers, prompts, 0, rows) as sessions:
@@ -167,12 +140,12 @@ def _measure_load(
                     passes[name].append(sessions[name].prefill_each() / IN_A_ROW)
                     rows[name].times.append(passes[name][-1])
         else:
-            with _sessions(rig, savers, prompts, settings.steps, rows) as sessions:
+            with _sessions(rig, savers, prompts, sizes.steps, rows) as sessions:
                 for session in sessions.values():
                     session.prefill()
                     session.settle()
-                for begun in range(0, settings.steps, BLOCK_STEPS):
-                    count = min(BLOCK_STEPS, settings.steps - begun)
+                for begun in range(0, sizes.steps, BLOCK_STEPS):
+                    count = min(BLOCK_STEPS, sizes.steps - begun)
                     turn(sessions, lambda session, count=count: session.decode(count))
         if number < 0:  # warmed up
             for name, row in rows.items():
@@ -184,14 +157,14 @@ def _measure_load(
     return rows
 
 
-def _prompts(rig: Rig, settings: SavingSettings, load: str, size: int) -> list[list[int]]:
+def _prompts(rig: Rig, sizes: Sizes, load: str, size: int) -> list[list[int]]:
     if load == "prefill":
         return [rig.tokens[:size].tolist()]
     numbers = random.Random(size)
     if load == "prefills":
         return [numbers.choices(range(rig.model.vocabulary), k=size) for _ in range(IN_A_ROW)]
     # Lengths differ, so that not all requests fill their chunks in the same step, and none in the last one of a turn.
-    lengths = [settings.prompt + (2 * index + 1) * CHUNK_TOKENS // (2 * size) for index in range(size)]
+    lengths = [sizes.prompt + (2 * index + 1) * CHUNK_TOKENS // (2 * size) for index in range(size)]
     return [numbers.choices(range(rig.model.vocabulary), k=length) for length in lengths]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
 
 class Section(StrEnum):
     PARTITION = "partition"
@@ -24,6 +26,8 @@ class Way(StrEnum):
     """Written directly, to the device."""
 
 
+IN_A_ROW = 6
+"""Prefills of a turn that are measured until all of them are saved: what saving defers is part of the time there."""
 OFF = "off"
 """The variant in which nothing is saved."""
 
@@ -35,14 +39,32 @@ class Sizes:
     layers: int
     """Of the random model."""
     tiers: tuple[str, ...]
+    """``host``, ``disk`` or ``disk:<bytes a second>``."""
     lengths: tuple[int, ...]
     batches: tuple[int, ...]
     steps: int
     prompt: int
+    """Tokens before decoding begins, at least."""
     prefill: int
+    """Tokens of the prompt whose prefill is measured, one pass."""
     rounds: int
     measure_s: float
     ways: tuple[Way, ...] = tuple(Way)
+    kv_layers: int | None = None
+    """Layers that come back as K and V; None: as many as are predicted to be fastest."""
+
+    @property
+    def loads(self) -> list[tuple[str, int]]:
+        """What saving is measured under, and its size."""
+        prefills = [("prefill", self.prefill), ("prefills", self.prefill)]
+        return [*prefills, *(("decode", batch) for batch in self.batches)]
+
+    @property
+    def room(self) -> int:
+        """Most tokens in the KV pool: the requests of all variants are in it together, prefills in a row by variant."""
+        per_request = self.prompt + self.steps + CHUNK_TOKENS
+        together = (1 + len(self.ways)) * max(self.prefill, max(self.batches) * per_request)
+        return max(together, IN_A_ROW * self.prefill)
 
 
 FULL = Sizes(24, ("host", "disk", "disk:500MB"), (1024, 4096, 16384), (1, 4, 16), 128, 256, 2048, 7, 1.0)
