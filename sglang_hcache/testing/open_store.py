@@ -58,6 +58,11 @@ class Inside:
         """Whether the keeper's thread lives."""
         return self.keeper._thread.is_alive()
 
+    def retry_now(self) -> None:
+        """The keeper's next round tries every directory that is not well."""
+        for volume in self.volumes:
+            volume.health._retry_at = 0.0
+
     def write_down(self) -> None:
         """Save what changes often, as the keeper does at the end of each round."""
         self.store._write_down()

@@ -108,12 +108,12 @@ def test_a_superblock_becomes_garbage_while_running(fresh: Callable[[], StoreCon
         for data in GARBAGE.values():
             path.write_bytes(data)
             health.take_out("the test says so")
-            health._retry_at = 0
+            Inside(store).retry_now()
             wait_until(lambda: health._retry_at > 0, HANG_S)
             assert not health.readable
             wait_until(lambda: takes_writes(store), HANG_S)
         path.write_bytes(before)
-        health._retry_at = 0
+        Inside(store).retry_now()
         wait_until(lambda: store.stats().directories[0].condition == "healthy", HANG_S)
         assert served(store) == ALL
         assert Inside(store).is_kept

@@ -84,8 +84,7 @@ def test_a_disk_that_was_mounted_read_only_meanwhile_is_read(
         probe(self)
 
     def retry() -> None:
-        for volume in inside.volumes:
-            volume.health._retry_at = 0.0
+        inside.retry_now()
         inside.keeper.round()
 
     monkeypatch.setattr(StoreDirectory, "probe", read_only)
@@ -183,7 +182,7 @@ def test_files_of_no_segment_go_when_the_directory_is_in_use_again_a_moment_in_e
     for path in strays:
         path.write_bytes(bytes(8192))
     volume.health.take_out("the test says so")
-    volume.health._retry_at = 0.0
+    inside.retry_now()
     before = inside.space.used_bytes()
     for left in (2, 1, 0):
         inside.keeper.round()
@@ -203,7 +202,8 @@ def test_a_directory_with_thousands_of_files_has_as_much_time_to_list_them_as_at
     store = open_store(small_config(tmp_path))
     keys = make_keys(0, 20)
     write_keys(store, keys, (4096, 4096))
-    (volume,) = Inside(store).volumes
+    inside = Inside(store)
+    (volume,) = inside.volumes
     volume.patience_s = 2.0
     listed, probe = StoreDirectory.segment_files, StoreDirectory.probe
 
@@ -219,8 +219,8 @@ def test_a_directory_with_thousands_of_files_has_as_much_time_to_list_them_as_at
     monkeypatch.setattr(StoreDirectory, "segment_files", list_slowly)
     monkeypatch.setattr(StoreDirectory, "probe", refuse)
     volume.health.take_out("the test says so")
-    volume.health._retry_at = 0.0
-    Inside(store).keeper.round()
+    inside.retry_now()
+    inside.keeper.round()
     assert conditions(store) == ["read-only" if refusal else "healthy"]
     read_keys(store, keys)
 
@@ -240,7 +240,7 @@ def test_what_could_not_be_read_while_a_directory_was_away_is_not_forgotten_when
         folder.rename(tmp_path / "unmounted")
         failures = read(self, *arguments)
         (tmp_path / "unmounted").rename(folder)
-        Inside(store).volumes[0].health._retry_at = 0.0
+        Inside(store).retry_now()
         Inside(store).keeper.round()
         assert is_healthy(store)
         return failures
@@ -332,11 +332,11 @@ def test_what_cannot_be_looked_at_again_is_left_alone(
     with monkeypatch.context() as patch:
         patch.setattr(inside.space, "take_in", go_out_first)
         names.clear()
-        inside.volumes[1].health._retry_at = 0.0
+        inside.retry_now()
         inside.keeper.round()
     assert list(config.dirs[1].glob("*.seg"))
     assert match_keys(store, alone) == 0
-    inside.volumes[1].health._retry_at = 0.0
+    inside.retry_now()
     inside.keeper.round()
     read_keys(store, alone)
 
@@ -354,7 +354,7 @@ def test_without_file_descriptors_nothing_is_taken_for_a_file_of_no_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(census, "scan_segments", refuse)
-        Inside(store).volumes[1].health._retry_at = 0.0
+        Inside(store).retry_now()
         Inside(store).keeper.round()
     assert is_healthy(store)
     assert (counters["store.upkeep_failures"], counters["store.errors"]) == (1, 0)

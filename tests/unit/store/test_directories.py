@@ -239,7 +239,7 @@ def test_a_start_serves_what_is_on_a_file_system_that_is_mounted_read_only(
     with StoreView.open(config.dirs) as view:
         assert [item.condition for item in view.directories()] == expected
     read_only.clear()
-    Inside(store).volumes[stripe].health._retry_at = 0.0
+    Inside(store).retry_now()
     Inside(store).keeper.round()
     write_keys(store, make_keys(10, 4), (4096,) * 4)
     read_keys(store, (*keys, *make_keys(10, 4)))

@@ -640,7 +640,7 @@ def test_a_clearing_that_no_directory_takes_down_says_so(
         kill(store)
         assert match_keys(open_store(config), OLD) == 4, "that is why it says so"
         return
-    Inside(store).volumes[1].health._retry_at = 0.0
+    Inside(store).retry_now()
     wait_until(lambda: clears(store))
     kill(store)
     store = open_store(config)

@@ -70,8 +70,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.out)
     @rule()
     def find_directories_again(self) -> None:
-        for volume in Inside(self.store).volumes:
-            volume.health._retry_at = 0
+        Inside(self.store).retry_now()
         Inside(self.store).keeper.round()
         assert not self.out
 

@@ -340,7 +340,7 @@ def test_a_time_in_the_future_is_set_once_that_works(
     assert segment.written_s == first.stat().st_mtime <= clock.time() < second.stat().st_mtime
     inside.keeper.round()
     assert second.stat().st_mtime > clock.time(), "it is not due"
-    inside.volumes[1].health._retry_at = 0.0
+    inside.retry_now()
     inside.keeper.round()
     assert second.stat().st_mtime == segment.written_s <= clock.time(), "it takes writes again"
 

@@ -83,8 +83,7 @@ def full(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> Full:
 
 def retry(store: DiskStore) -> None:
     """A round of the keeper, in which every directory that is not well is tried."""
-    for volume in Inside(store).volumes:
-        volume.health._retry_at = 0.0
+    Inside(store).retry_now()
     Inside(store).keeper.round()
 
 
