@@ -66,14 +66,20 @@ class ScheduleRow:
         return self.kv_bytes_per_token / self.bytes_per_token
 
 
+def paper_costs(printed: Printed, io_gb_s: float = STORAGE_GB_S) -> LayerCosts:
+    """C_hidden = N·D·2 bytes / balanced bandwidth = 4·N·D² / FLOP/s: so many FLOP/s."""
+    shape = NAMED_SHAPES[printed.model]
+    flops = 2 * shape.hidden_size * printed.balanced_gb_s * 1e9
+    return analytic_profile(shape, Hardware(flops=flops, io_bytes_per_s=io_gb_s * 1e9)).costs(
+        {"disk": TOKENS}
+    )
+
+
 def paper_rows() -> list[ScheduleRow]:
     """The paper's three models."""
     rows = []
     for printed in PAPER:
         shape = NAMED_SHAPES[printed.model]
-        flops = 2 * shape.hidden_size * printed.balanced_gb_s * 1e9
-        hardware = Hardware(flops=flops, io_bytes_per_s=STORAGE_GB_S * 1e9)
-        costs = analytic_profile(shape, hardware).costs({"disk": TOKENS})
         stored = printed.split
         rows.append(
             ScheduleRow(
@@ -81,7 +87,7 @@ def paper_rows() -> list[ScheduleRow]:
                 where="paper",
                 tokens=TOKENS,
                 printed=printed.split,
-                **_schedules(costs, shape.num_layers),
+                **_schedules(paper_costs(printed), shape.num_layers),
                 stored=stored,
                 bytes_per_token=stored_bytes(shape, stored.methods()),
                 kv_bytes_per_token=stored_bytes(shape, (Method.KV,) * shape.num_layers),

@@ -120,19 +120,6 @@ def test_every_row_has_a_place_of_its_own(parts):
 # -- schedules -----------------------------------------------------------------------------------
 
 
-def test_the_paper_s_table_comes_out(parts):
-    rows = {row.model: row for row in parts.schedules.paper_rows()}
-    assert {name: round(row.ratio, 2) for name, row in rows.items()} == {
-        "llama2-7b": 1.94,
-        "llama2-13b": 1.82,
-        "opt-30b": 2.40,
-    }
-    for name in ("llama2-7b", "llama2-13b"):
-        assert rows[name].closed_form == rows[name].searched == rows[name].printed
-    assert rows["opt-30b"].closed_form == rows["opt-30b"].searched == Split(3, 45, 0)
-    assert [row.bytes_per_token // 2048 for row in rows.values()] == [132, 220, 280]
-
-
 def test_a_profile_has_a_row_as_well(parts):
     profile = analytic_profile(SHAPE, Hardware(flops=197e12, io_bytes_per_s=26e9))
     row = parts.schedules.measured_row(profile, "disk")
