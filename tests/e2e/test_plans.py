@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.core.layout import Method, PlanKind
-from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import Split, fastest_restore, plan_stored
-from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import planned_costs
 from sglang_hcache.restore.gate import RestoreGate
 from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt
 from tests.e2e.test_serving import assert_same_pool
+from tests.made_profiles import made_profile, reads
 
 LAYERS = 6
 
@@ -38,20 +38,12 @@ def write_profile(
 ) -> Profile:
     """Costs of one layer in microseconds: ``fixed`` a read, the others a token."""
     shape = ModelShape.from_config(json.loads((model / "config.json").read_text()), model.name, "float32")
-    reads = TierCurves(
-        hidden=CostCurve(fixed_s=fixed * 1e-6, per_token_s=hidden * 1e-6),
-        kv=CostCurve(fixed_s=fixed * 1e-6, per_token_s=kv * 1e-6),
-    )
-    profile = Profile(
-        source=ProfileSource.MEASURED,
-        model=replace(shape, kv_dtype_bytes=kv_dtype_bytes),
-        machine="made up",
-        tiers={"host": reads, "disk": reads},
-        compute=ComputeCurves(
-            hidden=CostCurve(per_token_s=project * 1e-6),
-            kv=CostCurve(per_token_s=0.0),
-            recompute=CostCurve(per_token_s=run * 1e-6),
-        ),
+    curves = reads(hidden * 1e-6, kv * 1e-6, fixed * 1e-6)
+    profile = made_profile(
+        replace(shape, kv_dtype_bytes=kv_dtype_bytes),
+        {"host": curves, "disk": curves},
+        project=project * 1e-6,
+        run=run * 1e-6,
     )
     path.write_text(profile.to_json())
     return profile

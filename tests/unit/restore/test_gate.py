@@ -9,19 +9,15 @@ import pytest
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
 from sglang_hcache.sglang_plugin.setup.start_lines import prediction_text
+from tests.made_profiles import made_profile, per_token, reads
 
 LAYERS = 10
 SHAPE = ModelShape(
     name="x", num_layers=LAYERS, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, ffn=FFNKind.GATED, ffn_size=8
 )  # fmt: skip
-
-
-def per_token(seconds: float, fixed: float = 0.0) -> CostCurve:
-    return CostCurve(per_token_s=seconds, fixed_s=fixed)
 
 
 def gate(
@@ -37,18 +33,10 @@ def gate(
     pass_tokens: float = math.inf,
 ) -> RestoreGate:
     """One layer's costs as given, seconds a token; recomputing takes 0.5 ms and 2 us a token."""
-    tiers = {"host": TierCurves(hidden=per_token(host), kv=per_token(2 * host))}
+    tiers = {"host": reads(host, 2 * host)}
     if disk is not None:
-        tiers["disk"] = TierCurves(hidden=per_token(disk), kv=per_token(2 * disk), contention=contention)
-    profile = Profile(
-        source=ProfileSource.MEASURED,
-        model=SHAPE,
-        machine="made up",
-        tiers=tiers,
-        compute=ComputeCurves(
-            hidden=per_token(project), kv=per_token(0.0), recompute=run or per_token(2e-6, 5e-4)
-        ),
-    )
+        tiers["disk"] = reads(disk, 2 * disk, contention=contention)
+    profile = made_profile(SHAPE, tiers, project=project, run=run or per_token(2e-6, 5e-4))
     return RestoreGate(profile, methods, block_tokens, may_recompute=may_recompute, pass_tokens=pass_tokens)
 
 

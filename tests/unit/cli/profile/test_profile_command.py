@@ -7,6 +7,7 @@ import os
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,8 +19,9 @@ from sglang_hcache.cli.server.process import ServerProcessError
 from sglang_hcache.core.config import profile_dir
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.profile import Profile, TierCurves
 from sglang_hcache.plan.shapes import NAMED_SHAPES
+from tests.made_profiles import made_profile
 
 AUTO = ["--hcache-method", "auto"]
 SHAPE = replace(NAMED_SHAPES["llama2-7b"], name="my model")
@@ -34,25 +36,24 @@ def line(fixed_us: float, token_us: float, squared_ns: float = 0.0, fit: float =
     )
 
 
-def made_profile(
-    *, tiers: tuple[str, ...] = ("host", "disk"), fit: float = 0.99, **change: object
-) -> Profile:
+def profile_of(*, tiers: tuple[str, ...] = ("host", "disk"), fit: float = 0.99, **change: object) -> Profile:
     reads = {
         "host": TierCurves(hidden=line(100, 0.8192), kv=line(100, 1.6384)),
         "disk": TierCurves(hidden=line(250, 4.096), kv=line(250, 8.192), contention=0.42),
     }
-    values: dict[str, object] = {
-        "source": ProfileSource.MEASURED,
+    values: dict[str, Any] = {
         "model": SHAPE,
         "machine": "a machine; /disk",
-        "tiers": {tier: reads[tier] for tier in tiers},
-        "compute": ComputeCurves(
-            hidden=line(30, 6, fit=fit), kv=line(20, 0.5), recompute=line(300, 20, squared_ns=1.5)
-        ),
         "versions": {"torch": "2"},
         "token_range": (64, 4096),
     }
-    return Profile(**values | change)  # type: ignore[arg-type]
+    return made_profile(
+        tiers={tier: reads[tier] for tier in tiers},
+        project=line(30, 6, fit=fit),
+        write=line(20, 0.5),
+        run=line(300, 20, squared_ns=1.5),
+        **values | change,
+    )
 
 
 class StandIn:
@@ -118,7 +119,7 @@ def run(monkeypatch, capsys):
 
 
 def test_table_of_what_was_measured(run):
-    status, out, err = run(StandIn(made_profile()), "--model-path", "m", "--hcache-dirs", "/disk")
+    status, out, err = run(StandIn(profile_of()), "--model-path", "m", "--hcache-dirs", "/disk")
     assert (status, err) == (0, "")
     lines = [" ".join(text.split()) for text in out.splitlines()]
     for text in (
@@ -132,7 +133,7 @@ def test_table_of_what_was_measured(run):
         "project hidden states 30.0 6.00 - 0.990",
         "write K and V 20.0 0.500 - 0.990",
         "recompute the layer 300 20.0 1.50 0.990",
-        f"Saved {profile_dir() / file_name(made_profile())}",
+        f"Saved {profile_dir() / file_name(profile_of())}",
     ):
         assert text in lines
     assert any(text.startswith("Measured 64 to 4,096 tokens, times of one layer") for text in lines)
@@ -140,12 +141,12 @@ def test_table_of_what_was_measured(run):
         "the same model, machine, versions, attention backend, quantization, --tp-size and disk directories"
     )
     assert f"Servers started with {same} use it by themselves" in out
-    assert f"restoring pays: hcache plan --profile {profile_dir() / file_name(made_profile())}\n" in out
+    assert f"restoring pays: hcache plan --profile {profile_dir() / file_name(profile_of())}\n" in out
     assert "Warning" not in out
 
 
 def test_json(run, tmp_path):
-    profile = made_profile()
+    profile = profile_of()
     status, out, err = run(
         StandIn(profile), "--model-path", "m", "--json", "--out", tmp_path / "p.json", "--hcache-dirs", "/d"
     )
@@ -164,19 +165,19 @@ def test_json(run, tmp_path):
 
 
 def test_a_poor_fit_is_a_warning(run):
-    out = run(StandIn(made_profile(fit=0.89)), "--model-path", "m")[1]
+    out = run(StandIn(profile_of(fit=0.89)), "--model-path", "m")[1]
     assert "Warning: R² below 0.9 (project hidden states): something else kept the machine busy" in out
 
 
 def test_without_directories_only_the_host_tier(run):
-    out = run(StandIn(made_profile(tiers=("host",))), "--model-path", "m")[1]
+    out = run(StandIn(profile_of(tiers=("host",))), "--model-path", "m")[1]
     assert "Only host memory was measured. Name the disk tier's directories with --hcache-dirs." in out
     assert "quantization, --tp-size and no disk tier use it" in out
 
 
 def test_a_disk_tier_that_could_not_be_read_is_told(run):
     text = "[2026-01-01] hcache: reads from the disk tier could not be measured: full\n"
-    out = run(StandIn(made_profile(tiers=("host",)), text), "--model-path", "m", "--hcache-dirs", "/d")[1]
+    out = run(StandIn(profile_of(tiers=("host",)), text), "--model-path", "m", "--hcache-dirs", "/d")[1]
     assert "Warning: reads from the disk tier could not be measured: full\n" in out
     assert "Only host memory" not in out
 
@@ -185,17 +186,17 @@ def test_a_disk_tier_that_could_not_be_read_is_told(run):
 
 
 def test_the_same_circumstances_replace_the_same_file(run):
-    first = StandIn(made_profile())
+    first = StandIn(profile_of())
     run(first, "--model-path", "m")
     (path,) = profile_dir().iterdir()
-    assert path.name == file_name(made_profile())
+    assert path.name == file_name(profile_of())
     assert path.name.startswith("my-model-")
     assert len(path.stem.removeprefix("my-model-")) == 8
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    again = made_profile(fit=0.95)
+    again = profile_of(fit=0.95)
     run(StandIn(again), "--model-path", "m")
     assert [Profile.from_json(file.read_text()) for file in profile_dir().iterdir()] == [again]
-    renamed = made_profile(model=replace(SHAPE, name="other"))
+    renamed = profile_of(model=replace(SHAPE, name="other"))
     run(StandIn(renamed), "--model-path", "m")
     assert [Profile.from_json(file.read_text()) for file in profile_dir().iterdir()] == [renamed]
 
@@ -206,14 +207,14 @@ def test_the_same_circumstances_replace_the_same_file(run):
     ids=["machine", "versions", "sizes"],
 )
 def test_other_circumstances_get_another_file(run, change):
-    run(StandIn(made_profile()), "--model-path", "m")
-    run(StandIn(made_profile(**change)), "--model-path", "m")
+    run(StandIn(profile_of()), "--model-path", "m")
+    run(StandIn(profile_of(**change)), "--model-path", "m")
     assert len(list(profile_dir().iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["../../etc/x", "...", "a/b", "ü" * 300])
 def test_names_of_models_make_no_paths(name):
-    made = file_name(made_profile(model=replace(SHAPE, name=name)))
+    made = file_name(profile_of(model=replace(SHAPE, name=name)))
     assert os.sep not in made
     assert not made.startswith((".", "-"))
     assert len(made) < 100
@@ -226,7 +227,7 @@ def test_arguments_and_settings_of_the_server(run, tmp_path):
     (tmp_path / "server.yaml").write_text(
         "dirs: [/from/file]\nhost_size: 1GB\nrestore_deadline_s: 8\nmethod: kv\nmeasure_s: 1\nprofile: /old\n"
     )
-    server = StandIn(made_profile())
+    server = StandIn(profile_of())
     status, _, err = run(
         server,
         *("--hcache-host-size", "2GB", "--model-path", "m", "-tp", "1", "--seconds", "7"),
@@ -250,7 +251,7 @@ def test_arguments_and_settings_of_the_server(run, tmp_path):
 
 
 def test_given_pool_size_wins(run):
-    server = StandIn(made_profile())
+    server = StandIn(profile_of())
     run(server, "--model-path", "m", "--max-total-tokens", "99")
     places = [index for index, argument in enumerate(server.arguments) if argument == "--max-total-tokens"]
     assert [server.arguments[place + 1] for place in places] == ["32768", "99"]
@@ -259,7 +260,7 @@ def test_given_pool_size_wins(run):
 @pytest.mark.parametrize("method", ["kv", "hybrid", "hidden", "recompute"])
 def test_all_methods_are_measured_whatever_is_served_with(run, method):
     """The server would measure a part, and leave a profile of it to all servers."""
-    server = StandIn(made_profile())
+    server = StandIn(profile_of())
     status, out, err = run(server, "--model-path", "m", "--hcache-method", method, "--json")
     assert (status, bool(json.loads(out))) == (0, True)
     assert err.startswith(f"hcache: --hcache-method {method}: measured as auto")
@@ -271,14 +272,14 @@ def test_all_methods_are_measured_whatever_is_served_with(run, method):
 
 def test_nothing_is_said_of_auto(run):
     for given in ([], ["--hcache-method", "auto"]):
-        assert run(StandIn(made_profile()), "--model-path", "m", *given)[2] == ""
+        assert run(StandIn(profile_of()), "--model-path", "m", *given)[2] == ""
 
 
 def test_sglangs_own_file_counts(run, tmp_path):
     file = tmp_path / "server.yaml"
     tier = "hcache-method: kv\nhcache-dirs: /from/file\nhcache-host-size: 1GB\nhcache-profile: /old\n"
     file.write_text(f"max-total-tokens: 99\n{tier}")
-    server = StandIn(made_profile())
+    server = StandIn(profile_of())
     given = ["--config", str(file), "--hcache-host-size", "2GB"]
     status, out, err = run(server, "--model-path", "m", *given)
     assert (status, "Only host memory" in out) == (0, False)
@@ -324,7 +325,7 @@ def test_errors_before_a_server_is_started(run, tmp_path, arguments, message):
     (tmp_path / "date").write_text("dirs: 2026-02-30")
     (tmp_path / "odd").write_text("colour: red")
     (tmp_path / "twice").write_text("dirs: /a\ndisk_size: 1GB\ndirs: /b")
-    server = StandIn(made_profile())
+    server = StandIn(profile_of())
     status, out, err = run(server, *(text.replace("{dir}", str(tmp_path)) for text in arguments))
     assert (status, out) == (2, "")
     assert err.startswith("hcache: error: " + message.replace("{dir}", str(tmp_path)))
@@ -348,7 +349,7 @@ def test_a_server_that_does_not_start(run, tmp_path):
 
 def test_a_server_that_fails_after_measuring_has_measured(run):
     error = ServerProcessError("--hcache-host-size: too much")
-    server = StandIn(made_profile(), error=error)
+    server = StandIn(profile_of(), error=error)
     status, out, _ = run(server, "--model-path", "m")
     assert status == 0
     assert "Warning: after measuring, the server did not start: --hcache-host-size: too much" in out
@@ -378,7 +379,7 @@ def test_what_cannot_be_saved_is_said(monkeypatch, tmp_path):
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(ConfigError, match=r"--out: cannot write .*p\.json: No space left on device"):
-        module._save(made_profile(), tmp_path / "p.json", replaces_others=False)
+        module._save(profile_of(), tmp_path / "p.json", replaces_others=False)
     assert nothing_is_left(tmp_path)
 
 

@@ -17,8 +17,6 @@ from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.behind import Written
 from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
@@ -34,6 +32,7 @@ from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import ChunkLease, TieredStore
+from tests.made_profiles import made_profile, reads
 
 LAYERS = 3
 LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (1,) * LAYERS)
@@ -1147,22 +1146,11 @@ def gate_for(
     project_s: float = 0.0,
 ) -> RestoreGate:
     """A layer of a token is read in 0.1 ms."""
-    read = TierCurves(hidden=CostCurve(per_token_s=1e-4), kv=CostCurve(per_token_s=1e-4))
     shape = ModelShape(
         name="x", num_layers=LAYERS, hidden_size=2, num_heads=1, num_kv_heads=1, head_size=2,
         ffn=FFNKind.GATED, ffn_size=2,
     )  # fmt: skip
-    profile = Profile(
-        source=ProfileSource.MEASURED,
-        model=shape,
-        machine="made up",
-        tiers={"host": read},
-        compute=ComputeCurves(
-            hidden=CostCurve(per_token_s=project_s),
-            kv=CostCurve(per_token_s=0.0),
-            recompute=CostCurve(per_token_s=recompute_s),
-        ),
-    )
+    profile = made_profile(shape, {"host": reads(1e-4, 1e-4)}, project=project_s, run=recompute_s)
     return RestoreGate(profile, methods, 64 * CHUNK_TOKENS, may_recompute=may_recompute)
 
 

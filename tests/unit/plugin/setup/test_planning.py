@@ -18,9 +18,8 @@ from sglang_hcache.core.config import HCacheConfig, profile_dir
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import Split
-from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES, ModelShape
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.measuring import Bench, installed_versions
@@ -28,6 +27,7 @@ from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, 
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.store.config import SCRATCH_NAMESPACE
 from sglang_hcache.testing.stored_chunks import small_config
+from tests.made_profiles import made_profile, reads
 
 MHA = replace(NAMED_SHAPES["llama2-7b"], num_layers=8)
 GQA = replace(NAMED_SHAPES["llama3-8b"], num_layers=8)
@@ -35,7 +35,7 @@ MACHINE = "this machine; /disk"
 HIDDEN, KV = Method.HIDDEN, Method.KV
 
 
-def made_profile(
+def profile_of(
     shape: ModelShape = MHA,
     *,
     hidden: float = 4,
@@ -45,17 +45,12 @@ def made_profile(
     tiers: tuple[str, ...] = ("host", "disk"),
 ) -> Profile:
     """Microseconds a token."""
-    reads = TierCurves(hidden=CostCurve(per_token_s=hidden * 1e-6), kv=CostCurve(per_token_s=kv * 1e-6))
-    return Profile(
-        source=ProfileSource.MEASURED,
-        model=shape,
+    return made_profile(
+        shape,
+        dict.fromkeys(tiers, reads(hidden * 1e-6, kv * 1e-6)),
+        project=project * 1e-6,
+        run=run * 1e-6,
         machine=MACHINE,
-        tiers=dict.fromkeys(tiers, reads),
-        compute=ComputeCurves(
-            hidden=CostCurve(per_token_s=project * 1e-6),
-            kv=CostCurve(per_token_s=0.0),
-            recompute=CostCurve(per_token_s=run * 1e-6),
-        ),
         versions=installed_versions(),
     )
 
@@ -78,7 +73,7 @@ class StandIn:
 
     def measure(self) -> Profile:
         self.measured += 1
-        return made_profile(self.shape, run=1000)
+        return profile_of(self.shape, run=1000)
 
 
 def find(bench: StandIn, **settings: Any) -> Profile | None:
@@ -124,7 +119,7 @@ def open_disk(tmp_path: Path) -> Iterator[Callable[[], DiskStore]]:
 
 
 def test_a_saved_profile_that_matches_is_used(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    profile, bench = made_profile(replace(MHA, name="another name")), StandIn()
+    profile, bench = profile_of(replace(MHA, name="another name")), StandIn()
     (saved / "a.json").write_text(profile.to_json())
     with caplog.at_level(logging.INFO):
         assert find(bench) == profile
@@ -143,12 +138,12 @@ def test_a_saved_profile_that_matches_is_used(saved: Path, caplog: pytest.LogCap
     ids=["sizes", "machine", "version", "no versions"],
 )
 def test_a_saved_profile_of_other_circumstances_is_not_used(saved: Path, change: dict[str, Any]) -> None:
-    other, bench = replace(made_profile(), **change), StandIn()
+    other, bench = replace(profile_of(), **change), StandIn()
     (saved / "a.json").write_text(other.to_json())
     assert find(bench) != other
     assert bench.measured == 1
-    (saved / "b.json").write_text(made_profile().to_json())
-    assert find(bench) == made_profile()
+    (saved / "b.json").write_text(profile_of().to_json())
+    assert find(bench) == profile_of()
     assert bench.measured == 1
 
 
@@ -157,8 +152,8 @@ def test_a_broken_file_is_skipped_with_a_warning(
     saved: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     (saved / "a.json").write_text(text)
-    (saved / "b.json").write_text(made_profile().to_json())
-    assert find(StandIn()) == made_profile()
+    (saved / "b.json").write_text(profile_of().to_json())
+    assert find(StandIn()) == profile_of()
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert str(saved / "a.json") in warning.getMessage()
     assert warning.getMessage().endswith("it is not used")
@@ -190,18 +185,18 @@ def test_without_a_home_directory_the_machine_is_measured(
 
 
 def test_measuring_to_save_ignores_what_is_saved(saved: Path, tmp_path: Path) -> None:
-    (saved / "a.json").write_text(made_profile().to_json())
+    (saved / "a.json").write_text(profile_of().to_json())
     bench = StandIn()
     profile = find(bench, save_profile=str(tmp_path / "new.json"))
     assert bench.measured == 1
-    assert Profile.from_json((tmp_path / "new.json").read_text()) == profile != made_profile()
+    assert Profile.from_json((tmp_path / "new.json").read_text()) == profile != profile_of()
     with pytest.raises(ConfigError, match=r"save_profile: cannot write .*none/new\.json"):
         find(bench, save_profile=str(tmp_path / "none" / "new.json"))
 
 
 def test_a_named_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "named.json"
-    file.write_text(made_profile(replace(GQA, name="theirs")).to_json())
+    file.write_text(profile_of(replace(GQA, name="theirs")).to_json())
     with pytest.raises(ConfigError) as error:
         find(StandIn(), profile=str(file))
     assert str(error.value).startswith(f"--hcache-profile: {file} is of the model theirs")
@@ -217,8 +212,8 @@ def test_a_named_profile_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_named_profile_of_another_machine_is_used_with_a_warning(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (saved / "a.json").write_text(made_profile().to_json())
-    theirs = replace(made_profile(run=7), machine="theirs")
+    (saved / "a.json").write_text(profile_of().to_json())
+    theirs = replace(profile_of(run=7), machine="theirs")
     (tmp_path / "named.json").write_text(theirs.to_json())
     bench = StandIn()
     assert find(bench, profile=str(tmp_path / "named.json")) == theirs
@@ -247,32 +242,32 @@ def stored(
 
 
 def test_the_fastest_mix_is_stored(open_disk: Callable[[], DiskStore]) -> None:
-    mixed = stored(None, made_profile())
+    mixed = stored(None, profile_of())
     assert mixed.hidden > mixed.kv > 0
-    assert stored(open_disk(), made_profile()) == mixed
-    assert stored(None, made_profile(project=0.1)) == Split(0, 8, 0)
-    assert stored(None, made_profile(hidden=20, project=30)) == Split(0, 0, 8)
+    assert stored(open_disk(), profile_of()) == mixed
+    assert stored(None, profile_of(project=0.1)) == Split(0, 8, 0)
+    assert stored(None, profile_of(hidden=20, project=30)) == Split(0, 0, 8)
 
 
 @pytest.mark.parametrize(("method", "split"), [("hidden", Split(0, 8, 0)), ("kv", Split(0, 0, 8))])
 def test_a_method_that_is_given_decides(
     open_disk: Callable[[], DiskStore], method: str, split: Split
 ) -> None:
-    assert stored(open_disk(), made_profile(), method=method) == split
+    assert stored(open_disk(), profile_of(), method=method) == split
 
 
 def test_grouped_queries_never_store_hidden_states(open_disk: Callable[[], DiskStore]) -> None:
     """Not by costs, not for want of a profile, and not because of what is on disk: they are larger there."""
     for project in (0.0, 1.0, 30.0):
-        profile = made_profile(GQA, hidden=8, kv=4, project=project)
+        profile = profile_of(GQA, hidden=8, kv=4, project=project)
         assert stored(None, profile, GQA) == Split(0, 0, 8)
     assert stored(None, None, GQA) == Split(0, 0, 8)
     assert stored(None, None, MHA) == Split(0, 8, 0)
 
 
 def test_what_is_on_disk_keeps_its_mix_over_restarts(open_disk: Callable[[], DiskStore]) -> None:
-    first = stored(open_disk(), made_profile(project=6))
-    slightly = made_profile(project=7)  # 46 us a token with the first mix, 44 with the best
+    first = stored(open_disk(), profile_of(project=6))
+    slightly = profile_of(project=7)  # 46 us a token with the first mix, 44 with the best
     assert stored(None, slightly) != first
     assert stored(open_disk(), slightly) == first
     assert stored(open_disk(), slightly) == first
@@ -285,29 +280,29 @@ def test_what_is_on_disk_keeps_its_mix_over_restarts(open_disk: Callable[[], Dis
 def test_also_behind_chunks_of_another_model_and_those_of_a_measurement_that_was_killed(
     open_disk: Callable[[], DiskStore], namespace_id: bytes, num_layers: int
 ) -> None:
-    first = stored(open_disk(), made_profile(project=6))
+    first = stored(open_disk(), profile_of(project=6))
     sizes = (64 * MHA.hidden_row_bytes,) * num_layers
     run = Run(namespace_id, (secrets.token_bytes(32),), 0, sizes)
     open_disk().write_run(run, lambda layer: [np.zeros(sizes[layer], np.uint8)])
-    assert stored(open_disk(), made_profile(project=7)) == first
+    assert stored(open_disk(), profile_of(project=7)) == first
 
 
 def test_another_mix_that_is_much_faster_replaces_it(
     open_disk: Callable[[], DiskStore], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert stored(open_disk(), made_profile(project=0.1)) == Split(0, 8, 0)
+    assert stored(open_disk(), profile_of(project=0.1)) == Split(0, 8, 0)
     assert not caplog.messages
-    assert stored(open_disk(), made_profile(hidden=20, project=30)) == Split(0, 0, 8)
+    assert stored(open_disk(), profile_of(hidden=20, project=30)) == Split(0, 0, 8)
     assert "what is stored by hidden is not used any more" in caplog.text
     caplog.clear()
-    assert stored(open_disk(), made_profile(hidden=20, project=30)) == Split(0, 0, 8)
+    assert stored(open_disk(), profile_of(hidden=20, project=30)) == Split(0, 0, 8)
     assert not caplog.messages
 
 
 def test_what_is_on_disk_stays_where_the_disk_was_not_measured(open_disk: Callable[[], DiskStore]) -> None:
     """The write budget was used up, say: costs of host memory alone decide nothing for a disk."""
-    assert stored(open_disk(), made_profile(project=0.1)) == Split(0, 8, 0)
-    kv_wins = made_profile(hidden=20, project=30, tiers=("host",))
+    assert stored(open_disk(), profile_of(project=0.1)) == Split(0, 8, 0)
+    kv_wins = profile_of(hidden=20, project=30, tiers=("host",))
     assert stored(None, kv_wins) == Split(0, 0, 8)
     assert stored(open_disk(), kv_wins) == Split(0, 8, 0)
     assert stored(open_disk(), None) == Split(0, 8, 0)
@@ -316,8 +311,8 @@ def test_what_is_on_disk_stays_where_the_disk_was_not_measured(open_disk: Callab
 @pytest.mark.parametrize(("project", "is_kept"), [(6.4, True), (9.6, False)])
 def test_a_tenth_decides(open_disk: Callable[[], DiskStore], project: float, is_kept: bool) -> None:
     """All hidden states: 8 reads of 10 us and one projection that nothing hides; K and V last: the reads alone."""
-    assert stored(open_disk(), made_profile(project=0.1)) == Split(0, 8, 0)
-    profile = made_profile(hidden=10, kv=10, project=project, run=1e6)
+    assert stored(open_disk(), profile_of(project=0.1)) == Split(0, 8, 0)
+    profile = profile_of(hidden=10, kv=10, project=project, run=1e6)
     assert (stored(open_disk(), profile) == Split(0, 8, 0)) is is_kept
 
 
@@ -329,7 +324,7 @@ def test_texts() -> None:
 
 def test_the_command_line_plans_as_the_server_does() -> None:
     for tiers in (("host",), ("host", "disk")):
-        profile = made_profile(tiers=tiers)
+        profile = profile_of(tiers=tiers)
         shown = plan_server.ServerPlan.of(profile)
         assert shown.tier == tiers[-1]
         assert shown.split == stored(None, profile)
