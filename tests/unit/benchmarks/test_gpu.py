@@ -7,7 +7,9 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,16 +163,20 @@ def test_what_parts_ask_of_commands_can_be_asked(
     """Their arguments are read, and lead to what the parts are for."""
     serving, seen = bench("gpu.serving"), {}
 
-    def run_command(command: str, arguments: Any, _on_row: Any) -> None:
+    def run_command(command: str, arguments: Any, on_row: Any) -> None:
         module = bench(command)
         monkeypatch.setattr(
             module, "carry_out", lambda _name, measure, *_, **__: seen.update({command: measure})
         )
         module.app([*arguments, "--json"], standalone_mode=False)
+        on_row({"what": "TTFT", "alpha": 1.0, "method": "kv", "times": [1.0], "unequal": 0})
 
     monkeypatch.setattr(serving, "run_command", run_command)
-    serving.measure_overhead(lambda *_: None, tmp_path)
-    serving.measure_zipf(lambda *_: None, tmp_path)
+    told: dict[str, Any] = {}
+    serving.measure_overhead(told.__setitem__, tmp_path)
+    serving.measure_zipf(told.__setitem__, tmp_path)
+    assert told.keys() == {"TTFT", "alpha 1, kv"}
+    assert all(found["ok"] for found in told.values())
     overhead, only, _model, _tiny, logs = seen["overhead"].args
     assert (overhead.tier_arguments, only) == ((), ())
     assert (overhead.method, overhead.has_disk, overhead.starts, logs) == ("hidden", False, 0, tmp_path)
@@ -190,6 +196,19 @@ def test_what_parts_ask_of_commands_can_be_asked(
         settings.documents, np.arange(300), scale=settings.scale, seed=0, context_limit=8192, answer_limit=8
     )
     assert 6000 < np.mean([document.longest for document in documents]) < 8000
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_rows_of_a_command_are_passed_on_also_if_it_fails(
+    status: int, bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    serving, rows = bench("gpu.serving"), []
+    script = 'import json, sys\nprint(json.dumps({"rows": [sys.argv[1:], 2]}))\nsys.exit(%d)\n'
+    (tmp_path / "some.py").write_text(script % status)
+    monkeypatch.setattr(serving, "__file__", str(tmp_path / "gpu" / "serving.py"))
+    with pytest.raises(CalledProcessError) if status else nullcontext():
+        serving.run_command("some", ["--all"], rows.append)
+    assert rows == [["--all", "--json"], 2]
 
 
 def test_an_unknown_part_is_refused(bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
