@@ -9,6 +9,8 @@ from rich.console import Console
 
 from serving.report import (
     COLOURS,
+    REQUESTS,
+    TTFT_MEAN,
     Row,
     draw_speedups,
     draw_times,
@@ -32,8 +34,9 @@ def show(data: dict[str, Any], console: Console) -> None:
         f"{settings['answer_tokens']}; KV pool of {data['sizes']['pool_tokens']:,} tokens",
         highlight=False,
     )
-    more = (("restored", lambda row: str(row["restored_requests"])), ("last answer", _last_answer))
-    print_table(console, "at_once", "Bursts; last answer: least to most of the rounds", rows, more=more)
+    restored = ("restored", lambda row: str(row["restored_requests"]))
+    columns = (REQUESTS, TTFT_MEAN, ("last answer", _last_answer), restored)
+    print_table(console, "at_once", "Bursts; last answer: least to most of the rounds", rows, columns)
     print_equality(console, rows)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from serving.report import (
+    COLUMNS,
+    TBT,
     draw_hits,
     draw_speedups,
     draw_times,
@@ -30,7 +32,7 @@ def show(data: dict[str, Any], console: Console) -> None:
         f"end; KV pool of {sizes['pool_tokens']:,} tokens",
         highlight=False,
     )
-    print_table(console, "rate", "Multi-turn, by requests a second", data["rows"], with_tbt=True)
+    print_table(console, "rate", "Multi-turn, by requests a second", data["rows"], (*COLUMNS, *TBT))
     if data["rates_left_out"]:
         console.print(f"No time was left for: {', '.join(f'{rate:g}' for rate in data['rates_left_out'])}")
     print_equality(console, data["rows"])

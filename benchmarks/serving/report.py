@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+"""Its name, and what it says of a row."""
 COLOURS = {
     "recompute": "#777777",
     "kv": "#d1711f",
@@ -32,27 +34,46 @@ COLOURS = {
 _SHADES = {"device": 1.0, "host": 0.6, "disk": 0.3}
 
 
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{1e3 * value:,.0f} ms" if value >= 0.1 else f"{1e3 * value:.1f} ms"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _time(name: str, field: str) -> Column:
+    return name, lambda row: _seconds(row[field])
+
+
+def _hits(source: str) -> Column:
+    return source, lambda row: f"{row[f'{source}_hit_ratio']:.0%}"
+
+
+REQUESTS: Column = ("requests", lambda row: str(row["requests"]))
+TTFT_MEAN = _time("TTFT mean", "ttft_mean_s")
+COLUMNS = (
+    REQUESTS,
+    *map(_hits, SOURCES),
+    ("req/s", lambda row: _number(row["requests_per_s"])),
+    *(TTFT_MEAN, *(_time(name, f"ttft_{name}_s") for name in ("p50", "p95", "p99"))),
+)
+TBT = (_time("TBT mean", "tbt_mean_s"), _time("p99", "tbt_p99_s"))
+
+
 def measured_methods(rows: Sequence[Row]) -> list[str]:
     """Those with measurements, in order."""
     return list(dict.fromkeys(row["method"] for row in rows if row["requests"]))
 
 
 def print_table(
-    console: Console,
-    key: str,
-    title: str,
-    rows: Sequence[Row],
-    *,
-    with_tbt: bool = False,
-    more: Sequence[tuple[str, Callable[[Row], str]]] = (),
+    console: Console, key: str, title: str, rows: Sequence[Row], columns: Sequence[Column]
 ) -> None:
-    """All rows; a section for each value of ``key``, with ``more`` columns (name, and text of a row)."""
+    """All rows; a section for each value of ``key``, and behind ``columns`` speed-ups and unequal answers."""
     table = Table(title=title, title_justify="left")
     table.add_column(key, justify="right")
     table.add_column("method")
-    times = ["TTFT mean", "p50", "p95", "p99", *(["TBT mean", "p99"] if with_tbt else [])]
-    names = ["requests", *SOURCES, *times, "req/s", *(name for name, _ in more)]
-    for name in (*names, *(f"x {name}" for name in BASELINES), "unequal"):
+    for name in (*(name for name, _ in columns), *(f"x {name}" for name in BASELINES), "unequal"):
         table.add_column(name, justify="right")
     last = None
     for row in rows:
@@ -63,16 +84,10 @@ def print_table(
         if not row["requests"]:
             table.add_row(first, row["method"], "-")
             continue
-        fields = ["ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s"]
-        fields += ["tbt_mean_s", "tbt_p99_s"] if with_tbt else []
         table.add_row(
             first,
             row["method"],
-            str(row["requests"]),
-            *(f"{row[f'{source}_hit_ratio']:.0%}" for source in SOURCES),
-            *(_seconds(row[name]) for name in fields),
-            _number(row["requests_per_s"]),
-            *(text(row) for _, text in more),
+            *(text(row) for _, text in columns),
             *(ratio_of_rounds(row, baseline) for baseline in BASELINES),
             f"[bold red]{row['unequal']}[/]" if row["unequal"] else "0",
         )
@@ -228,11 +243,3 @@ def _finish(axes: Axes, rows: Sequence[Row], key: str) -> None:
     values = sorted({row[key] for row in rows})
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.grid(alpha=0.25)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{1e3 * value:,.0f} ms" if value >= 0.1 else f"{1e3 * value:.1f} ms"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from serving.report import (
+    COLUMNS,
     draw_hits,
     draw_speedups,
     draw_times,
@@ -28,7 +29,7 @@ def show(data: dict[str, Any], console: Console) -> None:
         f"{sizes['pool_tokens']:,} tokens",
         highlight=False,
     )
-    print_table(console, "alpha", "Zipf replay", data["rows"])
+    print_table(console, "alpha", "Zipf replay", data["rows"], COLUMNS)
     print_equality(console, data["rows"])
 
 
