@@ -161,6 +161,7 @@ class Census:
                 self.segments[number] = segment
             if number in self.segments:
                 segment = self.segments[number]
+                segment.is_unread = True
                 segment.unread_runs = max(0, state.runs - len(segment.runs))
                 for stripe in members_of(segment.mask & mask_of(files)):
                     segment.used[stripe] = max(segment.used[stripe], files[stripe].size)

@@ -51,13 +51,15 @@ class Reconciler:
                 self._remover.retire(segment, only_unpinned=False)
             elif volume.stripe in segment.members:
                 segment.note(volume.stripe, files[segment.number])
-                if segment.sealed:
+                if segment.is_unread:
+                    segment.used[volume.stripe] = files[segment.number].size
+                elif segment.sealed:
                     self._trim(segment, volume, files[segment.number].size)
         known = [*self._catalog.segments(), *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
         unknown = {number for number in files.keys() - {item.number for item in known} if number >= first}
-        # Nobody knows what is in one that could not be read: a start that reads it may need this file, too.
-        unread = {item.number: item for item in self._catalog.segments() if item.sealed and not item.runs}
+        # A start that can read it may need this file, too.
+        unread = {item.number: item for item in self._catalog.segments() if item.is_unread}
         for number in sorted(files.keys() - expected - unknown):
             if number in unread:
                 unread[number].join(volume.stripe, files[number])

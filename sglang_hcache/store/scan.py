@@ -97,10 +97,11 @@ def _scan(number: int, volumes: Sequence[Volume]) -> tuple[Found, int]:
     for volume in volumes:
         if not volume.health.readable:
             continue
-        found, is_all = _places_in(volume, number, len(volumes))
-        read |= (is_all or bool(found)) << volume.stripe
-        unread |= (not is_all) << volume.stripe
-        for place, begins_part in found:
+        in_file = _places_in(volume, number, len(volumes))
+        is_believed = in_file.is_all or (in_file.reaches_end and bool(in_file.places))
+        read |= is_believed << volume.stripe
+        unread |= (not in_file.is_all) << volume.stripe
+        for place, begins_part in in_file.places:
             there[place] |= begins_part << volume.stripe
     items = [(place, _parts_of(place) & read & ~mask) for place, mask in there.items()]
     return sorted(items, key=lambda item: item[0].age), unread
@@ -111,14 +112,26 @@ def _parts_of(place: RunPlace) -> int:
     return mask_of(stripe for stripe, size in enumerate(place.shape.part_bytes) if size)
 
 
-def _places_in(volume: Volume, number: int, num_stripes: int) -> tuple[list[tuple[RunPlace, bool]], bool]:
-    """Runs of which a segment's file there has headers, and whether the first one; and whether all of it was read."""
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """What the headers in one file say."""
+
+    places: list[tuple[RunPlace, bool]]
+    """Runs, and whether it is a first header that says so."""
+    is_all: bool
+    """No read has failed."""
+    reaches_end: bool
+
+
+def _places_in(volume: Volume, number: int, num_stripes: int) -> _InFile:
+    """Of the file of a segment in one directory."""
     health = volume.health
     caller = DeadlineCaller("hcache-scan", health.hangs, health.returned)
 
-    def read() -> tuple[list[tuple[RunPlace, bool]], bool]:
+    def read() -> _InFile:
         file = _File(volume.directory.open_to_read(number, False), caller.goes_on)
-        return [*_scan_file(file, (number, volume.stripe, num_stripes))], file.is_sound
+        places = [*_scan_file(file, (number, volume.stripe, num_stripes))]
+        return _InFile(places, file.is_sound, not file.is_given_up)
 
     try:
         return caller.call(read, volume.patience_s)
@@ -127,7 +140,8 @@ def _places_in(volume: Volume, number: int, num_stripes: int) -> tuple[list[tupl
             raise  # it says nothing of the file, which would be deleted as one without runs
         if error.errno in GONE_ERRNOS:
             health.failed(error, writing=False)
-        return [], error.errno in _NO_FILE_ERRNOS
+        is_none = error.errno in _NO_FILE_ERRNOS
+        return _InFile([], is_all=is_none, reaches_end=is_none)
     finally:
         caller.close(0.0)
 
@@ -154,6 +168,11 @@ class _File:
         """No read has failed."""
         return not self._failures
 
+    @property
+    def is_given_up(self) -> bool:
+        """Too many have: the rest was not read."""
+        return self._failures > _FAILURES_ALLOWED
+
     def read(self, size: int, offset: int) -> bytes:
         """From ``offset`` on; a block only where the device has failed nearby."""
         if offset < self._careful_until:
@@ -164,7 +183,7 @@ class _File:
             if error.errno in OWN_ERRNOS | GONE_ERRNOS:
                 raise
             self._failures += 1
-            if self._failures > _FAILURES_ALLOWED:
+            if self.is_given_up:
                 self.size = 0  # what was found before counts
                 return b""
             self._go_on()

@@ -70,8 +70,10 @@ class Segment:
         """What it counts against the cap in each directory, bytes."""
         self.pins = 0
         self.runs: set[StoredRun] = set()
+        self.is_unread = False
+        """A read of it failed at the start: nobody knows what else is in it."""
         self.unread_runs = 0
-        """It has them, as was written down, but could not be read at the start."""
+        """It has them, as was written down, but they were not found then."""
         self.last_used = 0
         self.score = 0.0
         """The segment with the lowest one is evicted first."""
@@ -171,6 +173,7 @@ class Segment:
 
         Last the headers by which the runs ``going`` are found: while any of their bytes are left, they have a name.
         """
+        self.unread_runs = 0  # also if it fails halfway: some may be gone then
         kept = {
             stripe: [(place.offsets[stripe], place.ends[stripe]) for place in places if place.ends[stripe]]
             for stripe in self.members
@@ -185,7 +188,7 @@ class Segment:
         for stripe in self.members:
             self._volumes[stripe].keep_of_segment(self.number, kept[stripe])
         self.used = [max(ends) for ends in zip(*(place.ends for place in places), strict=True)]
-        self.unread_runs = 0
+        self.is_unread = False
 
     def measure(self, stripes: Iterable[int] | None = None) -> None:
         """Bring ``accounted`` up to date with these files, or all; what cannot be asked counts as before or in full."""
@@ -222,7 +225,7 @@ class Segment:
         self.written_s = max(self.written_s, file.written_s)
 
     def join(self, stripe: int, file: SegmentFile) -> None:
-        """One more file of it was found, in another directory: nobody knows what is in it."""
+        """One more file of it was found, in another directory, and it is unread."""
         self.members = tuple(sorted((*self.members, stripe)))
         self.mask = mask_of(self.members)
         self.used[stripe] = file.size

@@ -196,6 +196,7 @@ class Space:
             self._unknown |= unknown
             if self._active is not None and self._active.retired:
                 self._active = None
+            self._eviction.restore_cap()  # files of segments that could not be read count from now on
 
     def take_in(self) -> None:
         """Serve the runs that lie only where nobody could look at start; other files that nobody knew of go.

@@ -18,8 +18,8 @@ from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
-from tests.unit.store.conftest import is_healthy, kill, save, sick, state_of, wait_until
-from tests.unit.store.test_unread import RUNS, SIZES, failing_reads, found, only_in_second, write_without
+from tests.unit.store.conftest import fail, is_healthy, kill, preads, save, sick, state_of, wait_until
+from tests.unit.store.test_unread import RUNS, SIZES, found, only_in_second, write_without
 
 
 def test_what_one_directory_let_go_alone_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_files_of_segments_that_could_not_be_read_in_another_directory_stay(
     config = small_config(tmp_path, 2)
     write_without(config, None, RUNS, monkeypatch)
     before = {path: path.stat().st_size for path in tmp_path.glob("disk*/*.seg")}
-    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+    with preads(lambda *_: fail()):
         with monkeypatch.context() as patch:
             sick({"disk1"}, patch)
             store = DiskStore.open(config, Counters())
@@ -65,10 +65,44 @@ def test_files_of_segments_that_could_not_be_read_in_another_directory_stay(
     store.close()
 
 
+def test_so_does_the_rest_of_a_file_whose_other_half_could_be_read_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(small_config(tmp_path, 2), segment_bytes=2**22, size_bytes=2**26)
+    write_without(config, None, RUNS, monkeypatch)
+    (path,) = config.dirs[1].glob("*.seg")
+    size, bad_from = path.stat().st_size, path.stat().st_size // 2
+    with preads(lambda _, read: fail() if read.stop > bad_from else None):
+        with monkeypatch.context() as patch:
+            sick({"disk1"}, patch)
+            store = DiskStore.open(config, Counters())
+        wait_until(lambda: is_healthy(store))
+        assert 0 < found(store) < len(RUNS)
+        store.close()
+    assert path.stat().st_size == size
+    store = DiskStore.open(config, Counters())
+    assert found(store) == len(RUNS)
+    store.close()
+
+
+def test_what_one_directory_could_not_be_read_of_is_believed_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many reads fail."""
+    config = replace(small_config(tmp_path, 2), segment_bytes=2**22, size_bytes=2**26)
+    write_without(config, None, RUNS, monkeypatch)
+    (path,) = config.dirs[1].glob("*.seg")
+    bad_from = path.stat().st_size // len(RUNS)
+    with preads(lambda file, read: fail() if file == path and read.stop > bad_from else None):
+        store = DiskStore.open(config, Counters())
+    assert found(store) == len(RUNS)
+    store.close()
+
+
 def test_they_go_together_when_room_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path, 2)
     write_without(config, None, RUNS, monkeypatch)
-    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+    with preads(lambda *_: fail()):
         with monkeypatch.context() as patch:
             sick({"disk1"}, patch)
             store = DiskStore.open(config, Counters())
@@ -160,7 +194,7 @@ def test_files_that_lie_only_in_a_directory_that_is_back_stay_if_they_cannot_be_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = only_in_second(tmp_path, monkeypatch)
-    with failing_reads(monkeypatch, ".seg", 2**60, 0.0):
+    with preads(lambda *_: fail()):
         with monkeypatch.context() as patch:
             sick({"disk1"}, patch)
             store = DiskStore.open(config, Counters())
