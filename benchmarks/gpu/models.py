@@ -52,8 +52,7 @@ def measure(shape: Shape, report: Report) -> None:
             rig.model,
             rig.restorer,
             dict(rig.model.projectors()),
-            rig.device.pool,
-            rig.device.forward,
+            rig.device,
             (Method.HIDDEN, Method.KV),
         )
         report("self-check", _told(found) | {"mutants_taken": _mutants_taken(rig)})
@@ -88,8 +87,7 @@ def _mutants_taken(rig: Rig) -> list[str]:
                 rig.model,
                 rig.restorer,
                 {name: each},
-                rig.device.pool,
-                rig.device.forward,
+                rig.device,
                 (Method.HIDDEN,),
             )
         except SelfCheckError:

@@ -64,7 +64,7 @@ def check_family(folder: Path, dtype: str) -> dict[str, Any]:
 def _self_check(
     rig: Rig, projectors: dict[str, Projector], methods: tuple[Method, ...]
 ) -> selfcheck.SelfCheckResult:
-    return selfcheck.run(rig.model, rig.restorer, projectors, rig.device.pool, rig.device.forward, methods)
+    return selfcheck.run(rig.model, rig.restorer, projectors, rig.device, methods)
 
 
 @torch.inference_mode()

@@ -94,9 +94,8 @@ class _Assembly:
         methods = _TRIED[self._config.method]
         if not methods:
             return
-        model, device = self._model, self._device
-        projectors = dict(model.projectors())
-        self._check = selfcheck.run(model, self._restorer, projectors, device.pool, device.forward, methods)
+        projectors = dict(self._model.projectors())
+        self._check = selfcheck.run(self._model, self._restorer, projectors, self._device, methods)
         self._restorer = self._check.restorer
         if self._restorer.projector is None:
             self._config = self._config.without_hidden_states()

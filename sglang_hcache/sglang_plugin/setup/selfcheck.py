@@ -14,11 +14,11 @@ import torch
 
 from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
-from sglang_hcache.device.projector import KVPool, Projector
+from sglang_hcache.device.projector import Projector
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
-from sglang_hcache.sglang_plugin.seam.protocols import ForwardModel
+from sglang_hcache.sglang_plugin.seam.protocols import Device
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ def run(
     model: ServedModel,
     restorer: LayerRestorer,
     projectors: Mapping[str, Projector],
-    pool: KVPool,
-    forward: ForwardModel,
+    device: Device,
     methods: Sequence[Method],
 ) -> SelfCheckResult:
     """Run a short prompt, restore it by each of ``methods`` into other slots, and compare both in the KV pool.
@@ -78,7 +77,7 @@ def run(
     Raises:
         SelfCheckError: K and V are not what they should be; or hidden states are not, and nothing else was asked for.
     """
-    with _Check(model, pool, forward, watch=Method.HIDDEN in methods and bool(projectors)) as check:
+    with _Check(model, device, watch=Method.HIDDEN in methods and bool(projectors)) as check:
         errors: dict[Method, Worst] = {}
         if Method.KV in methods:
             errors[Method.KV] = check.worst(restorer, Method.KV)
@@ -112,25 +111,26 @@ class _Check:
         watch: whether to keep its hidden states.
     """
 
-    def __init__(self, model: ServedModel, pool: KVPool, forward: ForwardModel, *, watch: bool) -> None:
+    def __init__(self, model: ServedModel, device: Device, *, watch: bool) -> None:
         self.tolerance = tolerance(model.dtype)
         self._model = model
-        self._pool = pool
-        self._forward = forward
+        self._pool = device.pool
+        self._forward = device.forward
+        self._host_memory = device.host_memory
         self._layers = range(model.shape.num_layers)
         self._count = min(_TOKENS, model.context_length)
         self._tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=self._count))
         # All over the context: some rotations differ from others only far from its beginning.
         self._positions = torch.linspace(0, model.context_length - 1, self._count, dtype=torch.float64).long()
         self._hidden: dict[int, torch.Tensor] = {}
-        self._slots = forward.allocate(self._count)
+        self._slots = self._forward.allocate(self._count)
         handles = model.watch(self._layers if watch else (), self._keep)
         try:
             self._run(self._slots, len(self._layers))
         finally:
             for handle in handles:
                 handle.remove()
-        self._others = forward.allocate(self._count)
+        self._others = self._forward.allocate(self._count)
         # As in a restore: on a thread that the model does not run on.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hcache-check")
 
@@ -152,7 +152,7 @@ class _Check:
 
     def worst(self, restorer: LayerRestorer, method: Method) -> Worst:
         """The largest difference of what ``restorer`` writes, all layers at once."""
-        stored = [_in_host_memory(layer, method, rows) for layer, rows in self._stored(method)]
+        stored = [self._in_host_memory(layer, method, rows) for layer, rows in self._stored(method)]
         if len(stored) != len(self._layers):
             return Worst(math.inf, 0)
         self._thread.submit(self._restore, restorer, stored).result()
@@ -230,6 +230,15 @@ class _Check:
             elif layer in self._hidden:
                 yield layer, self._hidden[layer]
 
+    def _in_host_memory(self, layer: int, method: Method, rows: torch.Tensor) -> StoredRows:
+        """As a restore finds them, and not side by side: also what copies them to a GPU is checked."""
+        count, half = len(rows), len(rows) // 2
+        buffer = self._host_memory((count + 1) * rows.shape[1] * rows.element_size())
+        memory = torch.from_numpy(buffer).view(rows.dtype).view(count + 1, -1)
+        memory[:half], memory[half + 1 :] = rows[:half], rows[half:]
+        spans = ((0, half), (half + 1, count - half))
+        return StoredRows(layer, method, memory, tuple(span for span in spans if span[1]))
+
     @torch.inference_mode()
     def _restore(self, restorer: LayerRestorer, stored: Sequence[StoredRows]) -> None:
         self._blank(self._layers)
@@ -258,15 +267,6 @@ class _Check:
     def _difference(self, layer: int) -> float:
         mine, true = (self._pool.read(layer, slots[: self._count]) for slots in (self._others, self._slots))
         return max((_relative(one, other) for one, other in zip(mine, true, strict=True)), key=_as_rank)
-
-
-def _in_host_memory(layer: int, method: Method, rows: torch.Tensor) -> StoredRows:
-    """As a restore finds them, and not side by side: also what copies them to a GPU is checked."""
-    count, half = len(rows), len(rows) // 2
-    memory = torch.empty(count + 1, rows.shape[1], dtype=rows.dtype, pin_memory=rows.is_cuda)
-    memory[:half], memory[half + 1 :] = rows[:half], rows[half:]
-    spans = ((0, half), (half + 1, count - half))
-    return StoredRows(layer, method, memory, tuple(span for span in spans if span[1]))
 
 
 def _relative(mine: torch.Tensor, true: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_hcache.core.layout import Method
+from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.setup.selfcheck import _Check, _relative, tolerance
 
@@ -75,6 +76,10 @@ class Pool:
         return self.memory[layer, 0, slots], self.memory[layer, 1, slots]
 
 
+def device_of(pool: Pool) -> Any:
+    return SimpleNamespace(pool=pool, forward=pool, host_memory=host_buffer)
+
+
 @pytest.fixture
 def model() -> Any:
     return SimpleNamespace(
@@ -93,7 +98,7 @@ def test_rows_come_from_host_memory_where_they_do_not_lie_side_by_side(model: An
     pool, asked = Pool(), list[StoredRows]()
     model.context_length = tokens
     restorer: Any = SimpleNamespace(restore=lambda stored, *_: asked.extend(stored))
-    with _Check(model, pool, pool, watch=False) as check:  # type: ignore[arg-type]
+    with _Check(model, device_of(pool), watch=False) as check:
         check.worst(restorer, Method.KV)
         wanted = [torch.cat(pool.read(layer, check._slots[:40])[:1]) for layer in (0, 1)]
     assert [(rows.layer, rows.memory.device.type, len(rows)) for rows in asked] == [
@@ -112,7 +117,7 @@ def test_slots_are_given_back_without_a_nan(model: Any, fails: bool) -> None:
     pool = Pool()
     idle: Any = SimpleNamespace(restore=lambda *_: None)
     try:
-        with _Check(model, pool, pool, watch=False) as check:  # type: ignore[arg-type]
+        with _Check(model, device_of(pool), watch=False) as check:
             assert check.worst(idle, Method.KV).error == math.inf
             assert pool.memory.isnan().any()
             if fails:
