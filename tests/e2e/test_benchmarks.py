@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from sglang_hcache.cli.tiny_model.model import TinyModel
-from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import environment_with
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -143,14 +141,20 @@ def test_burst(tmp_path: Path) -> None:
     assert kv["restored_requests"] > 0
 
 
-OVERHEAD = (
-    *("--prompt", "128", "--histories", "512", "--long-history", "512", "--batches", "1,2"),
-    *("--rounds", "1", "--chunks", "2000"),
-)
-
-
 def test_overhead(tmp_path: Path) -> None:
-    data = run("overhead", tmp_path, "--layers", "2", "--hidden", "128", *OVERHEAD, named="what")
+    sizes = (
+        "--layers",
+        "2",
+        "--hidden",
+        "128",
+        "--prompt",
+        "128",
+        "--histories",
+        "512",
+        "--long-history",
+        "512",
+    )
+    data = run("overhead", tmp_path, *sizes, "--rounds", "1", "--chunks", "2000", named="what")
     rows = {row["what"]: row for row in data["rows"]}
     compared = [row for row in rows.values() if "ratio" in row]
     assert len(compared) == 7
@@ -164,22 +168,3 @@ def test_overhead(tmp_path: Path) -> None:
     assert rows["memory"]["off"] > 0
     # A third of it is usual. What grows with a leak, or is there twice, takes more.
     assert rows["memory beyond --hcache-host-size"]["tier"] < 170_000_000
-
-
-def test_overhead_of_a_model_without_weights(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """As ``gpu/run.py`` calls it."""
-    model, logs = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("logs")
-    write_tiny_model(model, TinyModel(layers=2, hidden=128, heads=2, max_position=4096))
-    for weights in model.glob("*.safetensors"):
-        weights.unlink()
-    options = ("--model-path", str(model), "--dtype", "bfloat16", "--method", "hidden", "--no-disk")
-    options += ("--starts", "0", "--warm-up", "0", "--decoded", "128", "--logs", str(logs))
-    rows = {row["what"]: row for row in run("overhead", tmp_path, *options, *OVERHEAD, named="what")["rows"]}
-    assert {log.stem for log in logs.iterdir()} == {"off", "tier"}
-    assert all("--load-format dummy" in log.read_text() for log in logs.iterdir())
-    assert rows["512 tokens return, 64 are new: TTFT"]["restored_tokens"] == 512
-    assert rows["decoding, 2 at once: TBT"]["ratio"] > 0
-    assert rows["TBT p50 while 512 tokens return, over TBT alone"]["restored_tokens"] >= 512 - 64
-    assert not any("not_measured" in row for row in rows.values())

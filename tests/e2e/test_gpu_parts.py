@@ -46,6 +46,23 @@ shape = shape_named("llama-2-7b")
 shape = dataclasses.replace(shape, config=shape.config | small)
 models.measure(shape, lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True))
 """
+OVERHEAD = """
+import dataclasses, json, pathlib, tempfile
+from gpu import serving
+from gpu.shapes import shape_named
+
+shape = shape_named("llama-2-13b")
+shape = dataclasses.replace(shape, config=shape.config | small)
+sizes = ("--prompt", "128", "--histories", "512", "--long-history", "512", "--batches", "1,2", "--rounds", "1")
+sizes += ("--warm-up", "0", "--decoded", "128", "--chunks", "1000", "--host-size", "256MB")
+tell = lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True)
+with tempfile.TemporaryDirectory() as folder:
+    logs = pathlib.Path(folder)
+    serving.measure_overhead(tell, logs, shape, sizes)
+    tell("logs", {log.stem: log.read_text() for log in logs.iterdir()})
+"""
+
+
 DEFAULTS = """
 import dataclasses, json, pathlib, tempfile
 from gpu import defaults
@@ -110,6 +127,19 @@ def test_the_part_of_a_model() -> None:
     assert all(each["ok"] for each in found.values()), found
     assert found["self-check"]["mutants_taken"] == []
     assert found["hidden"]["recompute_milliseconds"] > 0
+
+
+def test_the_part_of_overhead() -> None:
+    """A model without weights."""
+    found = results_of(SMALL + OVERHEAD)
+    logs = found.pop("logs")
+    assert logs.keys() == {"off", "tier"}
+    assert all("--load-format dummy" in log for log in logs.values())
+    assert found["512 tokens return, 64 are new: TTFT"]["restored_tokens"] == 512
+    assert found["decoding, 2 at once: TBT"]["ratio"] > 0
+    beside = found["TBT p50 while 512 tokens return, over TBT alone"]
+    assert beside["restored_tokens"] >= 512 - 64
+    assert all(each["ok"] for each in found.values()), found
 
 
 def test_the_part_of_the_defaults(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,8 @@ def test_results_are_shown_and_written(
     text = console.export_text()
     assert "hicache: not available here: why" in text
     assert "All 6 answers equal those of recompute: same tokens (0 only up to a tie)" in text
+    if key == "at_once":
+        assert re.search(r"5\.00 - 5\.00 s\s+│\s+3 ", text), "the last answer, and prompts that were restored"
     bench(report).write(tmp_path, data)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == data
     with (tmp_path / f"{name}.csv").open(newline="") as file:

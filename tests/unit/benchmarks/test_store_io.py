@@ -24,7 +24,12 @@ def store_io(bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> An
     module = bench("store_io")
     tiny = module.StoreLoad(2, runs_per_segment=2, num_chunks=4, num_layers=3, chunk_bytes=4096)
     make_plan = module.make_plan
-    monkeypatch.setattr(module, "make_plan", lambda **wanted: replace(make_plan(**wanted), store=tiny))
+
+    def with_tiny_store(**wanted: Any) -> Any:
+        plan = make_plan(**wanted)
+        return plan if plan.store is None else replace(plan, store=tiny)
+
+    monkeypatch.setattr(module, "make_plan", with_tiny_store)
     return module
 
 
@@ -73,9 +78,10 @@ def test_engines_are_compared_with_fio(store_io: Any, tmp_path: Path) -> None:
 
 def test_without_fio_the_rows_say_so(store_io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    output = run(store_io, *small(tmp_path))
+    output = run(store_io, *small(tmp_path), "--no-store")
     assert "fio: not installed (apt install fio)" in output
     rows = report_of(tmp_path)["rows"]
+    assert not [row for row in rows if row["what"] == "store"]
     assert {row["note"] for row in rows if row["variant"] == "fio"} == {
         "fio: not installed (apt install fio)"
     }
