@@ -32,8 +32,7 @@ from ablation.splits import (
 )
 from common.turns import in_turn
 from restoring.counted_disk import CountingEngine, open_disk
-from restoring.filling import filled_tiers, salted
-from restoring.rig import NAMESPACE, Rig, Variant, gate_of
+from restoring.rig import NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
 from restoring.settings import split_tier
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
@@ -73,8 +72,7 @@ class _BothForms:
         )
 
     def lease(self, part: int, first: int, stop: int) -> ChunkLease:
-        leases = self.tiers[part].lease(self.keys[part][first:stop])
-        return leases[0] if leases else ChunkLease((), (), ExitStack(), ())
+        return self.tiers[part].lease(self.keys[part][first:stop])
 
     def read_layers(self, lease: ChunkLease, into: Mapping[int, Any]) -> None:
         """Of one form: what is in ``lease``."""

@@ -110,7 +110,10 @@ class Restores:
     def run(self, slots: torch.Tensor) -> float:
         """Seconds of bringing all chunks into ``slots``."""
         began = time.monotonic()
-        leases = self._tiers.lease(self.keys, BLOCK_CHUNKS)
+        leases = tuple(
+            self._tiers.lease(self.keys[first : first + BLOCK_CHUNKS])
+            for first in range(0, len(self.keys), BLOCK_CHUNKS)
+        )
         layers = tuple(range(self._tiers.layout.num_layers))
         job = RestoreJob(leases, 0, slots, 60.0, layers, self._restorer.fence())
         self._over.clear()

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.benchmark.one_batch import load_model
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from restoring.filling import filled_tiers, salted
-from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.keys import Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.attention import kv_weights
 from sglang_hcache.device.memory import host_buffer
@@ -52,8 +50,10 @@ from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.tickets import Ticket
 from sglang_hcache.sglang_plugin.setup.assembly import restorer_of
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
-from sglang_hcache.store import DiskStore
-from sglang_hcache.tier.tiered import ChunkLease, TieredStore
+from sglang_hcache.store import DiskStore, Run
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
 
 BLOCK_CHUNKS = 64
 MOST_ERROR = 0.05
@@ -317,7 +317,10 @@ class Variant:
     def read_alone(self, length: int) -> float:
         """Seconds to read the same extents into buffers like the server's, which were used before, and nothing else."""
         keys = self.keys[: length // CHUNK_TOKENS]
-        blocks = self.tiers.lease(keys, BLOCK_CHUNKS)
+        blocks = [
+            self.tiers.lease(keys[first : first + BLOCK_CHUNKS])
+            for first in range(0, len(keys), BLOCK_CHUNKS)
+        ]
         pipeline = self._pipeline
         buffers = self._buffers
         began = time.monotonic()
@@ -334,21 +337,13 @@ class Variant:
             if len(pending) == len(buffers):
                 pending.pop(0).result()
             into = parts_of(buffers[number % len(buffers)], pipeline.layer_bytes(block, step))
-            pending.append(self._readers.submit(self._read, block, into))
+            pending.append(self._readers.submit(self.tiers.read_layers, block, into))
         for read in pending:
             read.result()
         seconds = time.monotonic() - began
         for block in blocks:
             block.close()
         return seconds
-
-    def _read(self, block: ChunkLease, into: Mapping[int, npt.NDArray[np.uint8]]) -> None:
-        if not block.is_in_place:
-            self.tiers.read_layers(block, into)
-            return
-        for layer, out in into.items():
-            memory, pieces = self.tiers.rows_in_place(block, layer)
-            np.concatenate([memory[first : first + count].ravel() for first, count in pieces], out=out)
 
     def close(self) -> None:
         self.engine.close()
@@ -357,6 +352,43 @@ class Variant:
     def _filled(self, disk: DiskStore | None) -> TieredStore:
         rows = [self.rig.stored_rows(layer, method) for layer, method in enumerate(self.stored)]
         return filled_tiers(self.layout, self.keys, rows, disk)
+
+
+def salted(keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """Other keys in place of ``keys``: two variants must not share chunks on disk."""
+    salt = os.urandom(16)
+    return [ChunkKey(bytes(a ^ b for a, b in zip(key, salt * 2, strict=True))) for key in keys]
+
+
+def filled_tiers(
+    layout: StateLayout, keys: Sequence[ChunkKey], rows: Sequence[torch.Tensor], disk: DiskStore | None
+) -> TieredStore:
+    """Tiers that hold the chunks ``keys``, one prefix, on ``disk`` or, without one, in host memory.
+
+    Args:
+        rows: of each layer, (tokens, width), at least 64 for each key.
+    """
+    count = len(keys)
+    chunks = [
+        layer[: count * CHUNK_TOKENS].contiguous().cpu().view(torch.uint8).reshape(count, -1).numpy()
+        for layer in rows
+    ]
+    slots = 0 if disk is not None else count  # without slots nothing is promoted
+    host = HostTier(host_buffer(slots * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
+    tiers = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=RUN_CHUNKS)
+    for first in range(0, count, RUN_CHUNKS):
+        part = slice(first, min(first + RUN_CHUNKS, count))
+        if disk is not None:
+            run = Run(bytes(16), tuple(keys[part]), first, layout.chunk_layer_bytes)
+            disk.write_run(run, lambda layer, part=part: list(chunks[layer][part]))
+            continue
+        for index in range(part.start, part.stop):
+            slot = tiers.reserve()
+            assert slot is not None
+            for layer, rows_of_layer in enumerate(chunks):
+                host.layer_of(slot, layer)[:] = rows_of_layer[index]
+            tiers.seal(slot, ChunkInfo(keys[index], bytes(32), index, bytes(16)))
+    return tiers
 
 
 def gate_of(profile: Profile, stored: Sequence[Method], kind: PlanKind, pass_tokens: int) -> RestoreGate:

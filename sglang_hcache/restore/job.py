@@ -20,17 +20,14 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
 
 import torch
 
 from sglang_hcache.core.errors import RestoreCancelledError, RestoreTimeoutError
 from sglang_hcache.core.keys import ChunkKey
-from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.behind import Written
 from sglang_hcache.tier.tiered import ChunkLease
@@ -48,36 +45,17 @@ class RestoreState(Enum):
     CANCELLED = "cancelled"
 
 
-Targets: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Position and slot of each token, (tokens,) int64 each."""
-
-
-def targets_of(blocks: Sequence[ChunkLease], first_position: int, slots: torch.Tensor) -> Targets | None:
-    """Where the tokens of ``blocks`` go, one block after the other; None if that is the order of ``slots``.
-
-    Asks the device of ``slots``, which must be done with it before a restore begins.
-    """
-    places = [place for block in blocks for place in block.places]
-    if places == list(range(len(places))):
-        return None
-    # Pinned, so that the thread does not wait for what the device was asked for before.
-    on_device = torch.tensor(places, pin_memory=slots.is_cuda).to(slots.device, non_blocking=True)
-    tokens = (CHUNK_TOKENS * on_device[:, None] + torch.arange(CHUNK_TOKENS, device=slots.device)).flatten()
-    return first_position + tokens, slots[tokens]
-
-
 @dataclass(slots=True)
 class RestoreJob:
     """Bring leased chunks into ``slots``.
 
     Args:
-        blocks: the chunks of one prefix, in leases that are read at a time; closed when the job is over.
+        blocks: the chunks of one prefix in order, in leases that are read at a time; closed when the job is over.
         first_position: position of the first token, a multiple of 64.
-        slots: (tokens,) int64 device slots, one a token of the prefix.
+        slots: (tokens,) int64 device slots, one a token of the leased chunks.
         deadline_s: seconds from submission, or from where the device has passed ``fence``, after which the restore is
             abandoned: recomputing would wait for the device as well.
         layers: the layers to bring back, in the order in which they are read. Somebody else computes the others.
-        targets: as :func:`targets_of`, of ``blocks`` and ``slots``, where their order is not the prefix's.
         fence: what the device may still do with the slots, for whoever had them before; None: nothing.
     """
 
@@ -87,7 +65,6 @@ class RestoreJob:
     deadline_s: float
     layers: tuple[int, ...]
     fence: Mark | None = None
-    targets: Targets | None = None
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
     written: Written | None = None
@@ -121,20 +98,13 @@ class RestoreJob:
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The chunks, in the prefix's order."""
-        return tuple(key for _, key, _ in self._chunks())
+        """The chunks, in order."""
+        return tuple(key for block in self.blocks for key in block.keys)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The tier of each chunk, in the prefix's order."""
-        return tuple(source for _, _, source in self._chunks())
-
-    def _chunks(self) -> list[tuple[int, ChunkKey, str]]:
-        return sorted(
-            (place, key, block.source)
-            for block in self.blocks
-            for place, key in zip(block.places, block.keys, strict=True)
-        )
+        """The tier of each chunk."""
+        return tuple(source for block in self.blocks for source in block.sources)
 
     @property
     def is_over(self) -> bool:

@@ -100,7 +100,6 @@ class Step:
 
     block: ChunkLease
     first_token: int
-    """Of the job's, in the order of its blocks."""
     layers: tuple[int, ...]
     num_bytes: int
     """Of all rows."""
@@ -295,12 +294,8 @@ class LayerPipeline:
         began, step = time.monotonic(), write.read.step
         stored = [self.rows(write.read, layer) for layer in step.layers]
         first, end = step.first_token, step.first_token + len(stored[0])
-        if job.targets is None:
-            positions = self._restorer.positions(job.first_position + first, job.first_position + end)
-            slots = job.slots[first:end]
-        else:
-            positions, slots = (each[first:end] for each in job.targets)
-        write.parts.extend(self._restorer.start(stored, positions, slots, job.check))
+        positions = self._restorer.positions(job.first_position + first, job.first_position + end)
+        write.parts.extend(self._restorer.start(stored, positions, job.slots[first:end], job.check))
         job.written_s += time.monotonic() - began
 
     def _finish(self, job: RestoreJob, write: _Write) -> None:

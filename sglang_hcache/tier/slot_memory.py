@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +27,10 @@ class SlotMemory:
         self.layout = layout
         self.num_slots = memory.size // layout.chunk_bytes
         self._layers = [self.layers(layer, 1)[0] for layer in range(layout.num_layers)]
+
+    def read_layer(self, slots: Sequence[int], layer: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy one layer of pinned ``slots`` into ``out``, uint8 of shape (len(slots), chunk bytes of the layer)."""
+        np.take(self._layers[layer], slots, axis=0, out=out, mode="clip")
 
     def layer_of(self, slot: int, layer: int) -> npt.NDArray[np.uint8]:
         """One layer of a slot, a view: uint8, 1-D."""

@@ -7,11 +7,11 @@ serving thread only ever touches memory, whatever the disk does.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -40,27 +40,34 @@ Pieces: TypeAlias = tuple[tuple[int, int], ...]
 """Host slots [first, first + count), in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Chunks [first, first + count) of a lease, all in one tier."""
+
+    first: int
+    count: int
+    held: tuple[int, ...] | ReadLease
+    """Host slots, or a lease of the disk tier."""
+    promotion: Promotion | None = None
+    """Keeps what is read from the disk in host memory as well; None: that is not done."""
+
+
 @dataclass(slots=True)
 class ChunkLease:
-    """Chunks of one prefix, held in one tier until closed. Close it from any thread."""
+    """Consecutive chunks of one prefix, held in their tiers until closed. Close it from any thread."""
 
     keys: tuple[ChunkKey, ...]
-    places: tuple[int, ...]
-    """Of each among the keys that were to be held, ascending."""
+    sources: tuple[str, ...]
+    """``HOST`` or ``DISK`` for each key."""
+    _parts: tuple[_Part, ...]
     _holds: ExitStack
-    _held: Pieces | ReadLease
-    _promotion: Promotion | None = None
-    """Keeps what is read from the disk in host memory as well; None: that is not done."""
+    _pieces: Pieces = ()
+    """That hold all chunks; empty if one is on disk."""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether nothing need be read: the chunks are in host memory."""
-        return isinstance(self._held, tuple)
-
-    @property
-    def source(self) -> str:
-        """``HOST`` or ``DISK``."""
-        return HOST if self.is_in_place else DISK
+        """Whether nothing need be read: all chunks are in host memory."""
+        return bool(self._pieces)
 
     def close(self) -> None:
         """Let the chunks go. Idempotent."""
@@ -223,55 +230,42 @@ class TieredStore:
             # Written once, and lost with a disk, or refused when the write budget was short: now it is worth a write.
             self.host.mark_dirty([key for key in reversed(keys) if not self.disk.contains(key)])
 
-    def lease(
-        self, keys: Sequence[ChunkKey], most: int = sys.maxsize, *, promote: bool = False
-    ) -> tuple[ChunkLease, ...]:
-        """Hold ``keys`` where they are: first those in host memory, then those on disk, each in their order.
-
-        A restore works on the first ones while the others are read, and a prefix that lies in patches takes one lease
-        more at most.
+    def lease(self, keys: Sequence[ChunkKey], *, promote: bool = False) -> ChunkLease:
+        """Hold ``keys`` where they are.
 
         Args:
-            most: chunks of a lease.
             promote: every layer of them will be read, once, for a request: what comes from the disk again and again
                 may come to host memory on the way.
 
         Raises:
             TierMissError: one of them is gone; nothing is held then.
         """
-        leases: list[ChunkLease] = []
-        with ExitStack() as held:
-            for places in _batches([place for place, key in enumerate(keys) if key in self.host], most):
-                lease = self._lease_host(keys, places)
-                leases.append(held.enter_context(lease))
-            on_host = {place for lease in leases for place in lease.places}
-            for places in _batches([place for place in range(len(keys)) if place not in on_host], most):
-                lease = self._lease_disk(keys, places, promote)
-                leases.append(held.enter_context(lease))
-            held.pop_all()
-        return tuple(lease for lease in leases if lease.places)
-
-    def _lease_host(self, keys: Sequence[ChunkKey], places: Sequence[int]) -> ChunkLease:
-        """Those that have not left since somebody looked."""
-        slots: dict[int, int] = {}
         with ExitStack() as holds:
-            for place in places:
-                slot = self.host.pin(keys[place])
-                if slot is not None:
-                    holds.callback(self.host.unpin, keys[place], slot)
-                    slots[place] = slot
-            names = tuple(keys[place] for place in slots)
-            return ChunkLease(names, tuple(slots), holds.pop_all(), tuple(stretches(slots.values())))
+            slots = [self._pin(key, holds) for key in keys]
+            parts = []
+            for first, stop in _groups([slot is None for slot in slots]):
+                on_host = tuple(slot for slot in slots[first:stop] if slot is not None)
+                if on_host:
+                    parts.append(_Part(first, stop - first, on_host))
+                else:
+                    parts.append(self._disk_part(first, tuple(keys[first:stop]), holds, promote))
+            sources = tuple(DISK if slot is None else HOST for slot in slots)
+            pieces = [] if None in slots else stretches(slot for slot in slots if slot is not None)
+            return ChunkLease(tuple(keys), sources, tuple(parts), holds.pop_all(), tuple(pieces))
 
-    def _lease_disk(self, keys: Sequence[ChunkKey], places: Sequence[int], promote: bool) -> ChunkLease:
-        names = tuple(keys[place] for place in places)
-        with ExitStack() as holds:
-            # First: what is cleared between the two must not come to host memory.
-            promotion = self._promoter.begin(names) if promote else None
-            if promotion is not None:
-                holds.callback(promotion.close)
-            held = holds.enter_context(self._visible_disk(names[0]).lease(names))
-            return ChunkLease(names, tuple(places), holds.pop_all(), held, promotion)
+    def _disk_part(self, first: int, keys: tuple[ChunkKey, ...], holds: ExitStack, promote: bool) -> _Part:
+        # First: what is cleared between the two must not come to host memory.
+        promotion = self._promoter.begin(keys) if promote else None
+        if promotion is not None:
+            holds.callback(promotion.close)
+        held = holds.enter_context(self._visible_disk(keys[0]).lease(keys))
+        return _Part(first, len(keys), held, promotion)
+
+    def _pin(self, key: ChunkKey, holds: ExitStack) -> int | None:
+        slot = self.host.pin(key)
+        if slot is not None:
+            holds.callback(self.host.unpin, key, slot)
+        return slot
 
     @property
     def is_clearing(self) -> bool:
@@ -284,7 +278,7 @@ class TieredStore:
         return self.disk
 
     def read_layers(self, lease: ChunkLease, into: Mapping[int, npt.NDArray[np.uint8]]) -> None:
-        """Read some layers of chunks on disk.
+        """Read some layers of all leased chunks.
 
         Args:
             into: layer -> memory, uint8, 1-D, of ``len(lease.keys)`` chunks of the layer.
@@ -293,11 +287,20 @@ class TieredStore:
             StoreTimeoutError: the disk hangs and may still write to the memory: do not use it again.
             StoreError: the disk failed or its bytes are wrong.
         """
-        assert self.disk is not None
-        assert isinstance(lease._held, ReadLease)
-        self.disk.read_layers(lease._held, into)
-        if lease._promotion is not None:
-            lease._promotion.take(into, len(lease.keys))
+        for part in lease._parts:
+            targets = {layer: self._part_of(out, part, layer) for layer, out in into.items()}
+            if isinstance(part.held, tuple):
+                for layer, target in targets.items():
+                    self.host.read_layer(part.held, layer, target.reshape(part.count, -1))
+            else:
+                assert self.disk is not None
+                self.disk.read_layers(part.held, targets)
+                if part.promotion is not None:
+                    part.promotion.take(targets, part.count)
+
+    def _part_of(self, out: npt.NDArray[np.uint8], part: _Part, layer: int) -> npt.NDArray[np.uint8]:
+        size = self.layout.chunk_layer_bytes[layer]
+        return out[part.first * size : (part.first + part.count) * size]
 
     def rows_in_place(self, lease: ChunkLease, layer: int) -> tuple[npt.NDArray[np.uint8], Pieces]:
         """Where one layer of the chunks of a lease is that :attr:`~ChunkLease.is_in_place`.
@@ -306,8 +309,7 @@ class TieredStore:
             The layer in all host slots, (slots, bytes of a chunk's layer), a view; and the slots of the chunks. These
             do not change until the lease is closed.
         """
-        assert isinstance(lease._held, tuple)
-        return self.host.layer(layer), lease._held
+        return self.host.layer(layer), lease._pieces
 
     # -- upkeep ----------------------------------------------------------------------------------
 
@@ -358,6 +360,8 @@ class TieredStore:
             self.disk.close()
 
 
-def _batches(places: Sequence[int], most: int) -> Iterator[Sequence[int]]:
-    for first in range(0, len(places), most):
-        yield places[first : first + most]
+def _groups(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """Half-open intervals of equal neighbours."""
+    cuts = [index for index in range(1, len(flags)) if flags[index] != flags[index - 1]]
+    bounds = [0, *cuts, len(flags)] if flags else [0]
+    return list(itertools.pairwise(bounds))

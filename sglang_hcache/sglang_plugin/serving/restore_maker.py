@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
-from sglang_hcache.restore.job import RestoreJob, RestoreState, targets_of
+from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import YIELDING_SHARE
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
@@ -207,13 +208,11 @@ class RestoreMaker:
             layers = decision.layers
             if not self._restores_all:
                 deadline_s = decision.deadline_s(backlog_s)
+        gpu = self._device.gpu
+        fence = None if gpu is None else gpu.stage.fence()
         is_whole = len(layers) == self._tiers.layout.num_layers
         leases = self._lease(keys, promote=is_whole)
-        targets = targets_of(leases, len(match), slots)
-        gpu = self._device.gpu
-        # Behind the targets, which the device computes.
-        fence = None if gpu is None else gpu.stage.fence()
-        job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence, targets)
+        job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence)
         recomputation = None
         if decision is not None and decision.num_recompute:
             self._observer.count("restore.layers_recomputed", decision.num_recompute)
@@ -233,7 +232,7 @@ class RestoreMaker:
         """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none on any rank."""
         leases, gone = (), None
         try:
-            leases = self._tiers.lease(keys, self._block_chunks, promote=promote)
+            leases = self._lease_here(keys, promote=promote)
         except (TierMissError, StoreError) as error:
             gone = error
         (all_hold,) = self._ranks.minimum(gone is None)
@@ -242,3 +241,13 @@ class RestoreMaker:
                 lease.close()
             raise gone or TierMissError("one of the chunks is gone on another rank")
         return leases
+
+    def _lease_here(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
+        step = self._block_chunks
+        with ExitStack() as holds:
+            leases = [
+                holds.enter_context(self._tiers.lease(keys[first : first + step], promote=promote))
+                for first in range(0, len(keys), step)
+            ]
+            holds.pop_all()
+            return tuple(leases)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, StateLayout
+from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.pipeline import NUM_READERS, STEP_BYTES, layers_of_steps
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.store.config import SCRATCH_NAMESPACE
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
 
 NUM_LAYERS = 6
 """Layers that are read or computed to measure one: a restore works on several at once."""
@@ -52,9 +53,7 @@ class ScratchReads:
         self.longest = CHUNK_TOKENS * count
         self._together = min(together, NUM_LAYERS // 2)  # two steps at least, as one is read behind another
         self._disk = disk
-        self._memory = np.ones(
-            (NUM_LAYERS if disk is None else 0, count * layout.chunk_layer_bytes[0]), np.uint8
-        )
+        self._tier = self._filled_host(count) if disk is None else disk
         if disk is not None:
             try:
                 self._fill_disk(disk)
@@ -73,19 +72,16 @@ class ScratchReads:
         count = length // CHUNK_TOKENS
         size = count * self._layout.chunk_layer_bytes[0]
         steps = layers_of_steps(dict.fromkeys(range(NUM_LAYERS), size), STEP_BYTES, self._together)
-        with ExitStack() as held:
-            read = self._copy
-            if self._disk is not None:
-                read = partial(
-                    self._disk.read_layers, held.enter_context(self._disk.lease(self._keys[:count]))
-                )
+        with self._tier.lease(self._keys[:count]) as lease:
             began = time.monotonic()
             reads = [
-                self._readers.submit(read, {layer: self._buffers[layer][:size] for layer in step})
+                self._readers.submit(
+                    self._tier.read_layers, lease, {layer: self._buffers[layer][:size] for layer in step}
+                )
                 for step in steps
             ]
-            for future in reads:
-                future.result()
+            for read in reads:
+                read.result()
             return (time.monotonic() - began) / NUM_LAYERS
 
     def close(self) -> None:
@@ -94,9 +90,15 @@ class ScratchReads:
         if self._disk is not None:
             self._disk.discard(self._keys)
 
-    def _copy(self, into: Mapping[int, npt.NDArray[np.uint8]]) -> None:
-        for layer, out in into.items():
-            np.copyto(out, self._memory[layer, : out.size])
+    def _filled_host(self, count: int) -> TieredStore:
+        memory = np.ones(count * self._layout.chunk_bytes, np.uint8)  # touched: a read brings no pages in
+        host = HostTier(memory, self._layout, Counters(), keep_dirty=False)
+        tiers = TieredStore(host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
+        for index, key in enumerate(self._keys):
+            slot = tiers.reserve()
+            assert slot is not None
+            tiers.seal(slot, ChunkInfo(key, bytes(32), index, SCRATCH_NAMESPACE))
+        return tiers
 
     def _fill_disk(self, disk: DiskStore) -> None:
         size = self._layout.chunk_layer_bytes[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,37 +34,23 @@ LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (4 * WIDTH,) * LAYERS)
 KV_LAYOUT = StateLayout((Method.KV,) * LAYERS, (8 * WIDTH,) * LAYERS)
 
 
-class OnDisk(ChunkLease):
-    """Of chunks that are read as if they were on disk."""
-
-    is_in_place = False  # type: ignore[assignment]
-
-
 class ReadHook(TieredStore):
     """A tiered store whose reads can be disturbed."""
 
     before_read: Callable[[int], None] = staticmethod(lambda _layer: None)
     reads = False
-    """Whether chunks are read as if they were on disk."""
+    """Whether chunks are read as if one of them were on disk."""
     before_reads: Callable[[list[int]], None] = staticmethod(lambda _layers: None)
 
-    def block(self, keys) -> ChunkLease:  # type: ignore[no-untyped-def]
-        """A lease of them all."""
-        (held,) = super().lease(keys)
-        return OnDisk(held.keys, held.places, held._holds, held._held) if self.reads else held
-
-    def in_patches(self, keys, on_disk) -> tuple[ChunkLease, ...]:  # type: ignore[no-untyped-def]
-        """Leases of them all, of which some are read as if they were on disk."""
-        on_host = tuple(place for place in range(len(keys)) if place not in on_disk)
-        first, second = (self._lease_host(keys, places) for places in (on_host, on_disk))
-        return first, OnDisk(second.keys, second.places, second._holds, second._held)
+    def lease(self, keys, *, promote=False) -> ChunkLease:  # type: ignore[no-untyped-def]
+        held = super().lease(keys, promote=promote)
+        return replace(held, _pieces=()) if self.reads else held
 
     def read_layers(self, lease, into) -> None:  # type: ignore[no-untyped-def]
         self.before_reads(list(into))
-        for layer, out in into.items():
+        for layer in into:
             self.before_read(layer)
-            slots = [self.host.slot_of(key) for key in lease.keys]
-            np.concatenate([self.host.layer_of(slot, layer) for slot in slots], out=out)
+        super().read_layers(lease, into)
 
 
 class DoubleAndPosition:
@@ -168,7 +155,7 @@ class Bench:
         """Restore the chunks from ``first`` on and wait for the outcome."""
         keys = self.keys[first:]
         starts = range(0, len(keys), BLOCK_CHUNKS)
-        blocks = tuple(self.tiers.block(keys[start : start + BLOCK_CHUNKS]) for start in starts)
+        blocks = tuple(self.tiers.lease(keys[start : start + BLOCK_CHUNKS]) for start in starts)
         if slots is None:
             slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
         job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers, fence)

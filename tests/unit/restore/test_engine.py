@@ -18,9 +18,8 @@ from sglang_hcache.core.errors import (
     StoreTimeoutError,
 )
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.restore.job import RestoreJob, RestoreState, targets_of
+from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, layers_of_steps
-from sglang_hcache.tier.tiered import DISK, HOST
 from tests.unit.restore.bench import BLOCK_CHUNKS, LAYERS, PATIENCE_S, SLOTS, Bench, DoubleAndPosition
 from tests.unit.restore.delayed_streams import DelayedStreams
 
@@ -58,30 +57,6 @@ def test_what_lies_in_host_memory_is_not_read(place: dict[str, Any], device: dic
         assert torch.equal(bench.pool.v[layer][job.slots, 0, 0], torch.arange(job.num_tokens).float())
     cancelled = bench.run(cancel=True)
     assert cancelled.state is RestoreState.CANCELLED
-    bench.assert_nothing_is_pinned()
-
-
-@pytest.mark.parametrize("device", [{}, {"lanes": 2}, {"streams": DelayedStreams()}])
-def test_a_prefix_in_patches_lands_in_its_slots(device: dict[str, Any]) -> None:
-    """As tiers lease it: what is in host memory first."""
-    bench, seen = Bench(4, scattered=True, **device), []
-    bench.tiers.before_read = seen.append  # type: ignore[method-assign]
-    blocks = bench.tiers.in_patches(bench.keys, on_disk=(0, 2))
-    slots = torch.randperm(SLOTS)[: 4 * CHUNK_TOKENS]
-    targets = targets_of(blocks, 3 * CHUNK_TOKENS, slots)
-    job = RestoreJob(
-        blocks, 3 * CHUNK_TOKENS, slots, PATIENCE_S, tuple(range(LAYERS)), bench.restorer.fence(), targets
-    )
-    assert job.keys == tuple(bench.keys)
-    assert job.sources == (DISK, HOST, DISK, HOST)
-    bench.engine.submit(job)
-    assert bench.over.wait(2 * PATIENCE_S)
-    assert job.state is RestoreState.DONE
-    assert sorted(seen) == list(range(LAYERS))
-    for layer in range(LAYERS):
-        assert torch.equal(bench.pool.k[layer][slots, 0], bench.stored[layer] * 2)
-        positions = 3 * CHUNK_TOKENS + torch.arange(job.num_tokens).float()
-        assert torch.equal(bench.pool.v[layer][slots, 0, 0], positions)
     bench.assert_nothing_is_pinned()
 
 
@@ -274,7 +249,7 @@ def test_a_disk_that_hangs_does_not_hold_up_restores_from_host_memory(bench: Ben
 
 
 def test_leases_that_cannot_be_closed_do_not_hold_the_job_nor_each_other(bench: Bench) -> None:
-    leases = tuple(bench.tiers.block(bench.keys[index : index + 1]) for index in range(2))
+    leases = tuple(bench.tiers.lease(bench.keys[index : index + 1]) for index in range(2))
     for lease in leases:
         lease._holds.callback(lambda: 1 / 0)
     job = RestoreJob(leases, 0, torch.arange(2 * CHUNK_TOKENS), PATIENCE_S, (0,))
@@ -297,7 +272,7 @@ def test_a_job_is_over_when_it_is_cancelled_and_not_when_its_read_ends(bench: Be
     """A running request may wait for its slots."""
     began, release = threading.Event(), threading.Event()
     bench.tiers.before_read = lambda _layer: began.set() or release.wait(2 * PATIENCE_S)  # type: ignore[method-assign]
-    job = RestoreJob((bench.tiers.block(bench.keys[1:]),), 0, torch.arange(3 * CHUNK_TOKENS), 60.0, (0, 1))
+    job = RestoreJob((bench.tiers.lease(bench.keys[1:]),), 0, torch.arange(3 * CHUNK_TOKENS), 60.0, (0, 1))
     bench.engine.submit(job)
     assert began.wait(PATIENCE_S)
     job.cancel()
@@ -323,7 +298,7 @@ def test_a_job_that_is_cancelled_before_it_begins_waits_for_no_other(bench: Benc
 
     bench.tiers.before_read = hold  # type: ignore[method-assign]
     jobs = [
-        RestoreJob((bench.tiers.block(bench.keys[1:]),), 0, slots, PATIENCE_S, tuple(range(LAYERS)))
+        RestoreJob((bench.tiers.lease(bench.keys[1:]),), 0, slots, PATIENCE_S, tuple(range(LAYERS)))
         for slots in torch.randperm(SLOTS)[: 4 * CHUNK_TOKENS].split(2 * CHUNK_TOKENS)
     ]
     for job in jobs:
@@ -435,7 +410,7 @@ def test_closing_ends_the_job_that_runs(bench: Bench) -> None:
         release.wait(2 * PATIENCE_S)
 
     bench.tiers.before_read = hang  # type: ignore[method-assign]
-    lease = bench.tiers.block(bench.keys[:BLOCK_CHUNKS])
+    lease = bench.tiers.lease(bench.keys[:BLOCK_CHUNKS])
     job = RestoreJob((lease,), 0, torch.arange(BLOCK_CHUNKS * CHUNK_TOKENS), 60.0, (0, 1))
     bench.engine.submit(job)
     assert begun.wait(PATIENCE_S)

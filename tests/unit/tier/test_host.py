@@ -159,6 +159,16 @@ def test_forgetting_leaves_pinned_bytes_in_place_until_the_reader_is_done() -> N
     assert tier.pin(info(1).key) == again
 
 
+def test_reading_a_layer_gathers_slots() -> None:
+    tier = host(3)
+    slots = [put(tier, name) for name in (1, 2, 3)]
+    size = LAYOUT.chunk_layer_bytes[1]
+    out = np.zeros((2, size), np.uint8)
+    tier.read_layer([slots[2], slots[0]], 1, out)
+    assert (out[0] == 3).all()
+    assert (out[1] == 1).all()
+
+
 def test_memory_of_the_wrong_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="does not hold chunks"):
         HostTier(np.zeros(LAYOUT.chunk_bytes + 1, np.uint8), LAYOUT, Counters(), keep_dirty=False)

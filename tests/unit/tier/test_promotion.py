@@ -17,8 +17,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.promotion import Promoter
 from sglang_hcache.tier.tiered import DISK, HOST, ChunkLease, TieredStore
-from tests.unit.tier.test_tiered import LAYOUT, key, open_tiers, put, read, rows_of, wait_until_saved
-from tests.unit.tier.test_tiered import restore as as_a_restore
+from tests.unit.tier.test_tiered import LAYOUT, key, open_tiers, put, read, wait_until_saved
 
 SIZE = LAYOUT.chunk_layer_bytes[0]
 
@@ -38,14 +37,17 @@ def tiers(tmp_path: Path) -> Iterator[TieredStore]:
 
 
 def lease(tiers: TieredStore, names: Sequence[int]) -> ChunkLease:
-    """Of chunks that are all on disk."""
-    (held,) = tiers.lease([key(name) for name in names], promote=True)
-    return held
+    return tiers.lease([key(name) for name in names], promote=True)
 
 
 def restore(tiers: TieredStore, names: Sequence[int], layers: Sequence[int] = (0, 1, 2)) -> tuple[str, ...]:
     """Read as a restore does, and check the bytes; returns where the chunks came from."""
-    return as_a_restore(tiers, names, layers, promote=True)
+    with lease(tiers, names) as held:
+        for layer in layers:
+            rows = np.zeros(len(names) * SIZE, np.uint8)
+            tiers.read_layers(held, {layer: rows})
+            assert np.array_equal(rows, np.repeat([name * 10 + layer for name in names], SIZE))
+        return held.sources
 
 
 def promoted(tiers: TieredStore) -> int:
@@ -164,14 +166,15 @@ def test_many_threads_and_leases_that_end_at_any_moment(tiers: TieredStore) -> N
     with ThreadPoolExecutor(6) as threads:
         for _ in range(300):
             names = list(range(1, dice.randint(2, 7)))
-            leases = tiers.lease([key(name) for name in names], promote=True)
-            layers = range(dice.randint(1, 3))
-            reads = [threads.submit(rows_of, tiers, held, layer) for held in leases for layer in layers]
+            held = lease(tiers, names)
+            reads = [
+                threads.submit(tiers.read_layers, held, {layer: np.zeros(len(names) * SIZE, np.uint8)})
+                for layer in range(dice.randint(1, 3))
+            ]
             if dice.random() < 0.5:
                 for future in reads:
                     future.result()
-            for held in leases:
-                held.close()  # reads go on
+            held.close()  # others go on
             if dice.random() < 0.3:
                 tiers.host.forget_all()
             put(tiers, 7)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from sglang_hcache.core.config import WritePolicy
@@ -24,7 +22,7 @@ from sglang_hcache.testing.stored_chunks import match_keys
 from sglang_hcache.tier import demoter
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import DISK, HOST, ChunkLease, Pieces, TieredStore
+from sglang_hcache.tier.tiered import DISK, HOST, Pieces, TieredStore
 
 LAYOUT = StateLayout((Method.HIDDEN,) * 3, (64,) * 3)
 
@@ -74,40 +72,14 @@ def put(tiers: TieredStore, name: int, *, wait: bool = False) -> None:
 
 def read(tiers: TieredStore, names: list[int]) -> tuple[str, ...]:
     """Check the bytes of ``names``; returns where they came from."""
-    return restore(tiers, names, range(LAYOUT.num_layers), promote=False)
-
-
-def restore(
-    tiers: TieredStore, names: Sequence[int], layers: Iterable[int], *, promote: bool
-) -> tuple[str, ...]:
-    """The same for some layers."""
-    sources: dict[int, str] = {}
-    with closing_all(tiers.lease([key(name) for name in names], promote=promote)) as leases:
-        for lease in leases:
-            for layer in layers:
-                rows = rows_of(tiers, lease, layer)
-                expected = [(name * 10 + layer) % 256 for name in names if key(name) in lease.keys]
-                assert np.array_equal(rows, np.repeat(expected, LAYOUT.chunk_layer_bytes[layer]))
-            sources |= dict.fromkeys(lease.places, lease.source)
-    return tuple(sources[place] for place in range(len(names)))
-
-
-@contextmanager
-def closing_all(leases: tuple[ChunkLease, ...]) -> Iterator[tuple[ChunkLease, ...]]:
-    with ExitStack() as held:
-        for lease in leases:
-            held.enter_context(lease)
-        yield leases
-
-
-def rows_of(tiers: TieredStore, lease: ChunkLease, layer: int) -> npt.NDArray[np.uint8]:
-    """One layer of all chunks of a lease, as a restore gets it."""
-    if lease.is_in_place:
-        memory, pieces = tiers.rows_in_place(lease, layer)
-        return np.concatenate([memory[first : first + count].ravel() for first, count in pieces])
-    out = np.zeros(len(lease.keys) * LAYOUT.chunk_layer_bytes[layer], np.uint8)
-    tiers.read_layers(lease, {layer: out})
-    return out
+    with tiers.lease([key(name) for name in names]) as lease:
+        for layer in range(LAYOUT.num_layers):
+            size = LAYOUT.chunk_layer_bytes[layer]
+            out = np.zeros(len(names) * size, np.uint8)
+            tiers.read_layers(lease, {layer: out})
+            for index, name in enumerate(names):
+                assert (out[index * size : (index + 1) * size] == (name * 10 + layer) % 256).all()
+        return lease.sources
 
 
 def test_demoted_chunks_are_read_from_disk_once_the_host_forgot_them(tiers: TieredStore) -> None:
@@ -344,13 +316,13 @@ def test_slots_that_restores_hold_are_no_spare_ones(tmp_path: Path) -> None:
     wait_until_saved(tiers)
     assert tiers.host.counts() == (0, 4, 12), "a run more than needed"
     clean = [key(name) for name in range(1, 17) if tiers.host.dirty_info(key(name)) is None]
-    with closing_all(tiers.lease(clean)):
+    with tiers.lease(clean):
         wait_until_saved(tiers)
         assert tiers.host.counts(pinned=False) == (0, 4, 8)
         for name in range(17, 25):
             put(tiers, name, wait=True)
         assert all(key in tiers.host for key in clean)
-    with closing_all(tiers.lease([key(name) for name in range(1, 25)])):
+    with tiers.lease([key(name) for name in range(1, 25)]):
         wait_until_saved(tiers)  # whatever is written, no slot can be used again
         assert tiers.host.reserve() is None
         assert tiers.host.counts().dirty, "what is only written because it can be"
@@ -898,8 +870,7 @@ def test_what_is_in_host_memory_is_used_where_it_is(tiers: TieredStore) -> None:
         put(tiers, name)
 
     def pieces(*names: int) -> Pieces:
-        (lease,) = tiers.lease([key(name) for name in names])
-        with lease:
+        with tiers.lease([key(name) for name in names]) as lease:
             assert lease.is_in_place
             return tiers.rows_in_place(lease, 0)[1]
 
@@ -912,28 +883,8 @@ def test_what_is_in_host_memory_is_used_where_it_is(tiers: TieredStore) -> None:
     for name in range(7, 11):
         put(tiers, name)
     on_disk = next(name for name in range(1, 7) if key(name) not in tiers.host)
-    gone = next(name for name in range(on_disk + 1, 7) if key(name) not in tiers.host)
-    names = [key(on_disk), key(10), key(gone), key(9), key(8)]
-    with closing_all(tiers.lease(names, 2)) as leases:
-        assert [(lease.source, lease.places) for lease in leases] == [
-            (HOST, (1, 3)),
-            (HOST, (4,)),
-            (DISK, (0, 2)),
-        ]
-        assert [lease.keys for lease in leases] == [(key(10), key(9)), (key(8),), (key(on_disk), key(gone))]
-
-
-def test_what_leaves_host_memory_while_it_is_to_be_held_is_read_from_disk(
-    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (1, 2):
-        put(tiers, name)
-    tiers.demote_all()
-    wait_until_saved(tiers)
-    pin = tiers.host.pin
-    monkeypatch.setattr(tiers.host, "pin", lambda name: None if name == key(1) else pin(name))
-    with closing_all(tiers.lease([key(1), key(2)])) as leases:
-        assert [(lease.source, lease.places) for lease in leases] == [(HOST, (1,)), (DISK, (0,))]
+    with tiers.lease([key(10), key(on_disk)]) as lease:
+        assert not lease.is_in_place
 
 
 @pytest.mark.usefixtures("patient")

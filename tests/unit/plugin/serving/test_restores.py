@@ -318,26 +318,6 @@ def test_a_restore_from_request_to_admission(world: World) -> None:
     world.assert_clean()
 
 
-def test_chunks_that_come_back_in_another_order_go_where_they_belong(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is in host memory comes first."""
-    prompt = [*tokens(1, 1), *tokens(2, 4)]
-    world.store(prompt)
-    world.tree.compute(tokens(1, 1))
-    lease = world.tiers.lease
-    monkeypatch.setattr(world.tiers, "lease", lambda *args, **named: lease(*args, **named)[::-1])
-    world.queue("a", prompt)
-    world.coordinator.tick()
-    (job,) = world.engine.jobs
-    assert [block.places for block in job.blocks] == [(2, 3), (0, 1)]
-    assert job.keys == tuple(chunk_keys(ROOT, prompt)[1:])
-    assert job.targets is not None
-    positions, slots = job.targets
-    assert positions.tolist() == [*range(3 * 64, 5 * 64), *range(64, 3 * 64)]
-    assert slots.tolist() == torch.cat([job.slots[2 * 64 :], job.slots[: 2 * 64]]).tolist()
-
-
 def test_only_tokens_that_were_used_are_reported(world: World) -> None:
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))
@@ -438,17 +418,17 @@ def test_chunks_that_go_before_they_are_held_leave_nothing_behind(
     world.store(prompt)
     world.tree.compute(tokens(1, 2))
     world.queue("a", prompt)
-    lease, leased = world.tiers._lease_host, []
+    lease, leased = world.tiers.lease, []
 
-    def go(keys: list[bytes], places: list[int]) -> ChunkLease:
+    def go(keys: list[bytes], *, promote: bool) -> ChunkLease:
         if leased:
             world.tiers.clear()
-        leased.append(lease(keys, places))
+        leased.append(lease(keys, promote=promote))
         return leased[-1]
 
-    monkeypatch.setattr(world.tiers, "_lease_host", go)
+    monkeypatch.setattr(world.tiers, "lease", go)
     world.coordinator.tick()
-    assert [len(held.keys) for held in leased] == [2, 0], "the second block is gone"
+    assert len(leased) == 1, "the second block is gone"
     world.assert_clean()
     assert world.tiers.host.counts().free == world.tiers.host.num_slots
     world.look_again()
