@@ -213,15 +213,17 @@ def test_a_disk_that_goes_read_only_and_comes_back(
     store = open_store(config)
     write(store, range(10))
     disk.cover()
-    wait_until(lambda: not takes_writes(store, 20), HANG_S)
-    wait_until(lambda: conditions(store) == ["read-only", "healthy"], HANG_S)
+    # Who writes the state may find it before a run does, which then goes to the other directory.
+    found = ["read-only", "healthy"]
+    wait_until(lambda: conditions(store) == found or not takes_writes(store, 20), HANG_S)
+    wait_until(lambda: conditions(store) == found, HANG_S)
     assert served(store, range(10)) == list(range(10))
     wait_until(lambda: takes_writes(store, 30), HANG_S)
     assert served(store, range(30, 31)), "the other directory goes on"
     disk.unmount()
     wait_until(lambda: is_healthy(store), HANG_S)
     write(store, range(40, 50))
-    assert served(store, range(50)) == [*range(10), 30, *range(40, 50)]
+    assert [run for run in served(store, range(50)) if run != 20] == [*range(10), 30, *range(40, 50)]
 
 
 def test_starting_on_a_disk_that_is_mounted_read_only(
