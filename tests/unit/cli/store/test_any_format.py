@@ -46,6 +46,7 @@ def test_it_asks_and_deletes_only_what_is_of_the_store(
     code, _, err = hcache("clear", "--yes", *dirs)
     assert code == 2
     assert "has store format 99" in err
+    assert "hcache store clear --any-format" in err.replace("\n", " ")
     before = [names(path) for path in dirs]
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     code, _, err = hcache("clear", "--any-format", *dirs)
