@@ -222,7 +222,7 @@ class Catalog:
         """
         with self._lock:
             found = (segment for segment in self._evictable() if segment.mask & within)
-            coldest = min(found, key=lambda item: (item.score, item.last_used), default=None)
+            coldest = min(found, key=_warmth, default=None)
             if coldest is not None:
                 self._floor = max(self._floor, coldest.score)
             return coldest
@@ -266,9 +266,7 @@ class Catalog:
     def coldest(self, most: int) -> list[int]:
         """The segments with the lowest scores, in use or not."""
         with self._lock:
-            found = heapq.nsmallest(
-                most, self._segments.values(), key=lambda item: (item.score, item.last_used)
-            )
+            found = heapq.nsmallest(most, self._segments.values(), key=_warmth)
             return [segment.number for segment in found]
 
     def counts(self) -> CatalogCounts:
@@ -316,3 +314,8 @@ class Catalog:
         key = run.place.keys[index]
         if self._chunks.get(key) is run:
             del self._chunks[key]
+
+
+def _warmth(segment: Segment) -> tuple[float, int]:
+    """Where it is least, the segment is evicted first."""
+    return segment.score, segment.last_used

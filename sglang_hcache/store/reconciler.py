@@ -55,11 +55,12 @@ class Reconciler:
                     segment.used[volume.stripe] = files[segment.number].size
                 elif segment.sealed:
                     self._trim(segment, volume, files[segment.number].size)
-        known = [*self._catalog.segments(), *self._remover.leftovers]
+        left = self._catalog.segments()
+        known = [*left, *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
         unknown = {number for number in files.keys() - {item.number for item in known} if number >= first}
         # A start that can read it may need this file, too.
-        unread = {item.number: item for item in self._catalog.segments() if item.is_unread}
+        unread = {item.number: item for item in left if item.is_unread}
         for number in sorted(files.keys() - expected - unknown):
             if number in unread:
                 unread[number].join(volume.stripe, files[number])

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import xxhash
-
 from sglang_hcache.store.format.geometry import MAX_CHUNKS, MAX_SEGMENT
+from sglang_hcache.store.format.record import digest
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -87,7 +86,7 @@ class State:
 
 
 def _digest_line(line: bytes) -> bytes:
-    return b'"%016x"\n' % xxhash.xxh3_64_intdigest(line)
+    return b'"%016x"\n' % digest(line)
 
 
 def read_value(text: str | bytes | None, build: Callable[[Any], dict[K, V]]) -> dict[K, V]:
