@@ -13,13 +13,21 @@ import pytest
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.census import Contents, Files
+from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
 from tests.unit.store.conftest import fail, is_healthy, kill, preads, save, sick, state_of, wait_until
-from tests.unit.store.test_unread import RUNS, SIZES, found, only_in_second, write_without
+from tests.unit.store.test_unread import RUNS, SIZES, found, found_at_a_start, only_in_second, write_without
+
+
+def opened_without_second(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> DiskStore:
+    """Its second directory is back at once."""
+    with monkeypatch.context() as patch:
+        sick({config.dirs[1].name}, patch)
+        return DiskStore.open(config, Counters())
 
 
 def test_what_one_directory_let_go_alone_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +56,7 @@ def test_files_of_segments_that_could_not_be_read_in_another_directory_stay(
     write_without(config, None, RUNS, monkeypatch)
     before = {path: path.stat().st_size for path in tmp_path.glob("disk*/*.seg")}
     with preads(lambda *_: fail()):
-        with monkeypatch.context() as patch:
-            sick({"disk1"}, patch)
-            store = DiskStore.open(config, Counters())
+        store = opened_without_second(config, monkeypatch)
         for _ in range(2):  # the second time they are known
             wait_until(lambda: is_healthy(store))
             Inside(store).space.tend()
@@ -60,52 +66,42 @@ def test_files_of_segments_that_could_not_be_read_in_another_directory_stay(
         assert not Inside(store).leftovers
         store.close()
     assert {path: path.stat().st_size for path in before} == before
-    store = DiskStore.open(config, Counters())
-    assert found(store) == len(RUNS)
-    store.close()
+    assert found_at_a_start(config) == len(RUNS)
 
 
 def test_so_does_the_rest_of_a_file_whose_other_half_could_be_read_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(small_config(tmp_path, 2), segment_bytes=2**22, size_bytes=2**26)
+    config = small_config(tmp_path, 2, segment=2**22, size=2**25)
     write_without(config, None, RUNS, monkeypatch)
     (path,) = config.dirs[1].glob("*.seg")
     size, bad_from = path.stat().st_size, path.stat().st_size // 2
     with preads(lambda _, read: fail() if read.stop > bad_from else None):
-        with monkeypatch.context() as patch:
-            sick({"disk1"}, patch)
-            store = DiskStore.open(config, Counters())
+        store = opened_without_second(config, monkeypatch)
         wait_until(lambda: is_healthy(store))
         assert 0 < found(store) < len(RUNS)
         store.close()
     assert path.stat().st_size == size
-    store = DiskStore.open(config, Counters())
-    assert found(store) == len(RUNS)
-    store.close()
+    assert found_at_a_start(config) == len(RUNS)
 
 
 def test_what_one_directory_could_not_be_read_of_is_believed_of_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many reads fail."""
-    config = replace(small_config(tmp_path, 2), segment_bytes=2**22, size_bytes=2**26)
+    config = small_config(tmp_path, 2, segment=2**22, size=2**25)
     write_without(config, None, RUNS, monkeypatch)
     (path,) = config.dirs[1].glob("*.seg")
     bad_from = path.stat().st_size // len(RUNS)
     with preads(lambda file, read: fail() if file == path and read.stop > bad_from else None):
-        store = DiskStore.open(config, Counters())
-    assert found(store) == len(RUNS)
-    store.close()
+        assert found_at_a_start(config) == len(RUNS)
 
 
 def test_they_go_together_when_room_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path, 2)
     write_without(config, None, RUNS, monkeypatch)
     with preads(lambda *_: fail()):
-        with monkeypatch.context() as patch:
-            sick({"disk1"}, patch)
-            store = DiskStore.open(config, Counters())
+        store = opened_without_second(config, monkeypatch)
         wait_until(lambda: is_healthy(store))
     while store.evict_one():
         assert not Inside(store).leftovers
@@ -195,12 +191,8 @@ def test_files_that_lie_only_in_a_directory_that_is_back_stay_if_they_cannot_be_
 ) -> None:
     config = only_in_second(tmp_path, monkeypatch)
     with preads(lambda *_: fail()):
-        with monkeypatch.context() as patch:
-            sick({"disk1"}, patch)
-            store = DiskStore.open(config, Counters())
+        store = opened_without_second(config, monkeypatch)
         wait_until(lambda: bool(Inside(store).catalog.segments()))
         Inside(store).space.tend()
         store.close()
-    store = DiskStore.open(config, Counters())
-    assert found(store) == len(RUNS)
-    store.close()
+    assert found_at_a_start(config) == len(RUNS)

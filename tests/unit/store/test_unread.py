@@ -60,6 +60,14 @@ def found(store: DiskStore) -> int:
     return sum(match_keys(store, keys) == len(keys) for keys in RUNS)
 
 
+def found_at_a_start(config: StoreConfig) -> int:
+    store = DiskStore.open(config, Counters())
+    try:
+        return found(store)
+    finally:
+        store.close()
+
+
 def test_a_directory_that_hangs_meanwhile_keeps_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Hang
 ) -> None:
@@ -228,9 +236,7 @@ def test_a_file_whose_end_cannot_be_read_keeps_those_beside_it(
         last = view.places[-1]
     with preads(lambda read, at: read == path and last.offsets[stripe] in at and fail()):
         DiskStore.open(config, Counters()).close()
-    store = DiskStore.open(config, Counters())
-    assert found(store) == len(RUNS)
-    store.close()
+    assert found_at_a_start(config) == len(RUNS)
 
 
 def test_a_device_that_says_nothing_of_holes_keeps_its_files(
@@ -251,9 +257,7 @@ def test_a_device_that_says_nothing_of_holes_keeps_its_files(
     for path, head in heads.items():
         with path.open("r+b") as file:
             file.write(head)
-    store = DiskStore.open(config, Counters())
-    assert found(store) == len(RUNS)
-    store.close()
+    assert found_at_a_start(config) == len(RUNS)
 
 
 @pytest.mark.usefixtures("no_keeper")
