@@ -50,6 +50,7 @@ class HostBudget:
         largest_pass: int,
         staged_passes: int,
         num_ranks: int = 1,
+        available: int | None = None,
     ) -> HostBudget:
         """Divide it.
 
@@ -57,11 +58,13 @@ class HostBudget:
             largest_pass: most tokens of one prefill pass.
             staged_passes: that staging should hold (:func:`staged_passes_of`).
             num_ranks: that take as much, and have not yet.
+            available: host memory for all of them, bytes; None: what there is now.
 
         Raises:
             ConfigError: more than this machine has, or too little for this model.
         """
-        available, whole = available_host_bytes(), num_ranks * config.host_size
+        available = available_host_bytes() if available is None else available
+        whole = num_ranks * config.host_size
         if whole > available:
             raise ConfigError(
                 f"--hcache-host-size: {format_bytes(whole)} is not allowed; this machine has "

@@ -12,6 +12,7 @@ from sglang_hcache.core.config import HCacheConfig, RestoreWhen
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.memory import available_host_bytes
 from sglang_hcache.device.row_writers import load_layer_writer, load_row_writer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.gate import RestoreGate
@@ -200,8 +201,17 @@ def _predicts(config: HCacheConfig) -> bool:
 def budget_of(config: HCacheConfig, layout: StateLayout, device: Device, context_length: int) -> HostBudget:
     if config.method is PlanKind.RECOMPUTE:
         return HostBudget.least()
-    largest_pass, staged_passes = device.largest_pass, device.staged_passes
-    budget = HostBudget.of(config, layout, largest_pass=largest_pass, staged_passes=staged_passes)
+    largest_pass, staged_passes, ranks = device.largest_pass, device.staged_passes, device.ranks
+    # All ranks look before one of them takes anything.
+    (available,) = ranks.minimum(available_host_bytes())
+    budget = HostBudget.of(
+        config,
+        layout,
+        largest_pass=largest_pass,
+        staged_passes=staged_passes,
+        num_ranks=ranks.size,
+        available=int(available),
+    )
     longest, remedy = largest_pass, "or lower --chunked-prefill-size"
     if not device.cuts_prompts:
         longest = max(largest_pass, min(context_length, device.tree.capacity()))

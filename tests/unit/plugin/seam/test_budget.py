@@ -20,6 +20,7 @@ from sglang_hcache.sglang_plugin.seam.budget import (
     staged_passes_of,
     store_config,
 )
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.assembly import budget_of
 from sglang_hcache.store import StoreConfig
 
@@ -131,13 +132,34 @@ def test_a_pass_may_have_a_whole_prompt_where_none_is_cut(
     assert message.endswith("or cut long prompts with --chunked-prefill-size")
 
 
-def device(largest_pass: int, passes: int, *, cuts_prompts: bool = True, pool: int = 10_000) -> Any:
+def device(
+    largest_pass: int, passes: int, *, cuts_prompts: bool = True, pool: int = 10_000, ranks: Any = None
+) -> Any:
     return SimpleNamespace(
         largest_pass=largest_pass,
         staged_passes=passes,
         cuts_prompts=cuts_prompts,
+        ranks=ranks or Alone(),
         tree=SimpleNamespace(capacity=lambda: pool),
     )
+
+
+def test_several_ranks_take_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks before any takes its part, and the error names what was asked for."""
+    config = HCacheConfig.from_settings({"host_size": "16GB"}).of_rank(0, 2)
+    looked = []
+
+    def available(*values: float) -> tuple[float, ...]:
+        looked.append(values)
+        return (13 * 10**9,)
+
+    ranks = SimpleNamespace(size=2, minimum=available)
+    monkeypatch.setattr(budget_module, "available_host_bytes", lambda: 10**12)
+    with pytest.raises(
+        ConfigError, match=r"--hcache-host-size: 16\.0 GB is not allowed.* 13\.0 GB available"
+    ):
+        budget_of(config, LAYOUT, device(1024, 2, ranks=ranks), 8192)
+    assert len(looked) == 1
 
 
 def test_passes_may_be_shorter_than_a_chunk() -> None:
