@@ -21,8 +21,10 @@ from sglang_hcache.tier.tiered import DISK
 
 logger = logging.getLogger(__name__)
 
-_WORTH_CHANGING = 1.1
-"""Chunks on disk keep their mix unless another one is faster by this factor: with a new mix they are lost."""
+_WORTH_CHANGING = 1.5
+"""Chunks on disk keep their mix unless another one is faster by this factor. With a new mix they are lost: each history
+is recomputed once, which takes as long as dozens of restores gain, and two measurements of one disk may differ by more
+than a tenth."""
 
 
 def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
