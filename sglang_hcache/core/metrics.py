@@ -86,8 +86,8 @@ COUNTERS = (
     CounterMetric(
         "misses",
         "Requests with a chunk that is in no tier, by what is known about the first such chunk. evicted: it was stored "
-        "and evicted for lack of room; new: it is not among the last half million evictions, or it expired or was "
-        "cleared. The new end of a growing prompt always counts as new.",
+        "and evicted for lack of room, or is missing on another rank alone; new: it is not among the last half million "
+        "evictions, or it expired or was cleared. The new end of a growing prompt always counts as new.",
         "requests", "reason", {"lookup.missed_evicted": "evicted", "lookup.missed_new": "new"},
     ),
     CounterMetric(

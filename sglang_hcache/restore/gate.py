@@ -53,6 +53,9 @@ _LEAST_PATIENCE_S = 0.25
 _LEAST_TRY_S = 0.05
 """The same of one that is only tried, which nobody misses."""
 
+_FORGOTTEN = 0.05
+"""How much of an observation it is that no layer was recomputed."""
+
 _COMPUTE, _FIRST = "project", "recompute"
 """As ``core.metrics`` names a restore's phases."""
 _PREFILL = "prefill"
@@ -77,6 +80,8 @@ class Decision:
     the pass that the request needs anyway."""
     first_layers_s: float
     """Part of the restore: a pass through its first layers."""
+    others_s: float
+    """Part of the restore: the other layers, if the first ones do not hold them up."""
     io_s: float
     """Part of the restore: reading alone."""
     tier: str
@@ -85,6 +90,8 @@ class Decision:
     """The disk, if a part is there: what lies in host memory is restored from where it is, and nobody waits for it."""
     bottleneck: str
     """That tier, or the work whose time decides."""
+    others_bottleneck: str
+    """The same of the other layers alone."""
     drift: Mapping[str, float]
     """By which the costs were multiplied."""
     is_try: bool
@@ -169,7 +176,7 @@ class RestoreGate:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
 
         Args:
-            is_try: without recomputing, from which nothing would be learnt of the tier.
+            is_try: as if all were at least as fast as when it was measured.
 
         Raises:
             ValueError: there are none.
@@ -177,19 +184,23 @@ class RestoreGate:
         parts = {tier: count for tier, count in tokens.items() if count}
         for tier in parts.keys() - self.profile.tiers.keys():
             self._assume(tier)
-        costs = self._costs(parts, start)
-        fixed_s = self._drift.factors[_COMPUTE] * self.profile.compute.hidden.fixed_s
-        projecting_s = load.computing * fixed_s + load.projecting * (costs.compute_hidden_s - fixed_s)
+        factors = self._factors(is_try=is_try)
+        costs = self._costs(parts, start, factors)
+        loaded = self._loaded(costs, factors, load)
         count = sum(parts.values())
+        num_blocks = -(-count // self._block_tokens)
         times = fastest_restore(
             self._stored,
-            replace(costs.scaled(compute=load.computing), compute_hidden_s=projecting_s),
-            num_blocks=-(-count // self._block_tokens),
-            max_recompute=0 if is_try else self._max_recompute,
+            loaded,
+            num_blocks=num_blocks,
+            max_recompute=self._max_recompute,
             least_gain=_RECOMPUTING_GAINS,
         )
-        unknown = self._unknown & parts.keys()
         projected = self._stored[times.num_recompute :]
+        others = times
+        if times.num_recompute:
+            others = fastest_restore(projected, loaded, num_blocks=num_blocks, max_recompute=0)
+        unknown = self._unknown & parts.keys()
         order = spread_order((Method.RECOMPUTE,) * times.num_recompute + projected, costs)
         work_s = {
             _FIRST: times.num_recompute * costs.compute_recompute_s,
@@ -198,7 +209,7 @@ class RestoreGate:
         }
         slowest = max(
             unknown or parts,
-            key=lambda tier: self._drift.factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
+            key=lambda tier: factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
         )
         return Decision(
             num_recompute=times.num_recompute,
@@ -206,14 +217,16 @@ class RestoreGate:
             delay_s=self._delay_s,
             recompute_s=self.prefill_s(count, start),
             first_layers_s=work_s[_FIRST],
+            others_s=others.total_s,
             io_s=times.io_s,
             tier=slowest,
             read_tier=DISK if DISK in parts else slowest,
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
+            others_bottleneck=slowest if unknown or others.io_s >= others.compute_s else _COMPUTE,
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
-            drift=dict(self._drift.factors),
+            drift=factors,
             is_try=is_try,
         )
 
@@ -256,6 +269,7 @@ class RestoreGate:
         seconds: float,
         first_layers_s: float | None = None,
         *,
+        others_s: float | None = None,
         waited_s: float = 0.0,
         is_complete: bool = True,
     ) -> None:
@@ -263,29 +277,60 @@ class RestoreGate:
 
         Args:
             first_layers_s: what recomputing its first layers took; None: there were none, or it was stopped before.
-            waited_s: part of ``seconds`` in which it waited for reads.
+            others_s: what the other layers took; None: all of ``seconds``, or they were stopped.
+            waited_s: part of that in which they waited for reads.
             is_complete: False: it was stopped then, and would have taken longer.
         """
-        if first_layers_s is not None:
-            self._drift.learn(_FIRST, decision.drift[_FIRST] * first_layers_s / decision.first_layers_s)
-        name, predicted_s, work_s = decision.bottleneck, decision.job_s, decision.work_s
-        if 0 < decision.io_s < waited_s and waited_s > seconds / 2:
-            # A disk has become slow. Blamed on the work, or on memory, restores from memory would stop as well.
-            name = decision.read_tier
-            predicted_s = decision.job_s if decision.waits_for_reads else decision.io_s
-            work_s = max(work_s, waited_s)
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
-        if not is_complete and seconds < decision.job_s:
-            return  # that it would have taken longer was known
+        if first_layers_s is not None:
+            self._drift.learn(_FIRST, decision.drift[_FIRST] * first_layers_s / decision.first_layers_s)
+        elif not decision.num_recompute:
+            self._forget_first()
+        elif others_s is not None or decision.bottleneck == _FIRST:
+            # What was stopped are the first layers: they would have taken longer.
+            self._learn_at_least(_FIRST, decision.drift[_FIRST] * seconds / decision.job_s)
+            if others_s is None:
+                return
+        self._learn_others(
+            decision,
+            seconds if others_s is None else others_s,
+            most_s=max(decision.job_s, first_layers_s or 0.0),
+            waited_s=waited_s,
+            is_complete=is_complete or others_s is not None,
+        )
+
+    def _learn_others(
+        self, decision: Decision, seconds: float, most_s: float, waited_s: float, *, is_complete: bool
+    ) -> None:
+        """The layers that were not recomputed took ``seconds``.
+
+        Args:
+            most_s: for so long the first layers may have held them up. If they took less than that and more than they
+                take alone, that is no surprise.
+        """
+        name, work_s = decision.others_bottleneck, decision.others_s
+        least_s = work_s + decision.delay_s
+        if 0 < decision.io_s < waited_s and waited_s > seconds / 2:
+            # A disk has become slow. Blamed on the work, or on memory, restores from memory would stop as well.
+            if name == _COMPUTE:
+                least_s = most_s = decision.io_s
+            name = decision.read_tier
+            work_s = max(work_s, waited_s)
+        predicted_s = min(max(seconds, least_s), most_s)
+        surprise = seconds / predicted_s
+        seen = decision.drift[name] * surprise
+        if not is_complete and seen <= self._drift.factors[name]:
+            return  # that they would have taken longer was known
         if name in self._unknown:
             self._unknown.remove(name)
             self._drift.factors[name] *= max(1.0, seconds / decision.io_s)
-        elif name != _FIRST or first_layers_s is None:
-            of_speed = work_s / (work_s + _SHORT_S)
-            self._drift.learn(name, decision.drift[name] * seconds / predicted_s, of_speed)
-            delay_s = max(0.0, bounded(seconds / decision.job_s) * decision.job_s - decision.work_s)
-            self._delay_s += WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)
+            return
+        of_speed = work_s / (work_s + _SHORT_S)
+        self._drift.learn(name, seen, of_speed)
+        of_delay_s = (1 - of_speed) * (bounded(surprise) - 1) * predicted_s
+        delay_s = max(0.0, decision.delay_s + of_delay_s)
+        self._delay_s += WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:
         """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``.
@@ -313,8 +358,26 @@ class RestoreGate:
         self._drift.factors[tier] = 1.0
         self._unknown.add(tier)
 
-    def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:
-        factors = self._drift.factors
+    def _learn_at_least(self, name: str, seen: float) -> None:
+        self._drift.learn(name, max(seen, self._drift.factors[name]))
+
+    def _forget_first(self) -> None:
+        """No layer was recomputed: that this was slow once is less and less certain."""
+        self._drift.learn(_FIRST, min(1.0, self._drift.factors[_FIRST]), _FORGOTTEN)
+
+    def _factors(self, *, is_try: bool) -> dict[str, float]:
+        """By which the costs are multiplied: for a try those of restores count as at most what was measured."""
+        factors = dict(self._drift.factors)
+        if is_try:
+            factors |= {name: min(1.0, factor) for name, factor in factors.items() if name != _PREFILL}
+        return factors
+
+    def _loaded(self, costs: LayerCosts, factors: Mapping[str, float], load: Load) -> LayerCosts:
+        fixed_s = factors[_COMPUTE] * self.profile.compute.hidden.fixed_s
+        projecting_s = load.computing * fixed_s + load.projecting * (costs.compute_hidden_s - fixed_s)
+        return replace(costs.scaled(compute=load.computing), compute_hidden_s=projecting_s)
+
+    def _costs(self, parts: Mapping[str, int], start: int, factors: Mapping[str, float]) -> LayerCosts:
         costs = self.profile.costs(parts, start, factors)
         more_passes = (sum(parts.values()) - 1) // self._pass_tokens
         pass_s = factors[_PREFILL] * costs.compute_recompute_s + more_passes * self._fixed_s

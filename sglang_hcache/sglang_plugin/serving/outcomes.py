@@ -29,23 +29,27 @@ class Outcomes:
 
     def over(self, restore: Restore) -> None:
         """It is over: agree with the other ranks on how long it took, report it, and learn from it."""
+        job = restore.job
         is_late = restore.is_late and not restore.is_disturbed
-        all_in_time, slowest_s, waited_s = self._ranks.minimum(
-            not is_late, -restore.seconds, -restore.job.waited_s
+        taken_s = job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s
+        all_in_time, all_are_certain, *times = self._ranks.minimum(
+            not is_late, job.is_certain, -restore.seconds, -job.seconds, -job.waited_s, -taken_s
         )
-        restore.slowest_s = -slowest_s
+        slowest_s, others_s, waited_s, taken_s = (-time_s for time_s in times)
+        restore.slowest_s = slowest_s
         self._observer.count(f"restore.{restore.outcome}")
         if restore.is_complete:
             self._report(restore)
         if restore.decision is not None:
-            self._report_gain(restore, restore.decision.recompute_s)
-        self._learn(restore, -waited_s, is_late=not all_in_time)
+            self._report_gain(restore, restore.decision.recompute_s, taken_s)
+        self._learn(restore, others_s if all_are_certain else None, waited_s, is_late=not all_in_time)
 
-    def _learn(self, restore: Restore, waited_s: float, *, is_late: bool) -> None:
-        """Compare what it took with what was predicted.
+    def _learn(self, restore: Restore, others_s: float | None, waited_s: float, *, is_late: bool) -> None:
+        """Compare what it took with what was predicted. Times are those of the slowest rank.
 
         Args:
-            waited_s: for reads, on the rank that waited longest.
+            others_s: for the layers that were not recomputed; None: some rank has not brought them.
+            waited_s: part of that, for reads.
             is_late: on any rank: the one that decides has to know.
         """
         if self._gate is None or restore.decision is None:
@@ -59,13 +63,13 @@ class Outcomes:
                 restore.decision,
                 restore.seconds,
                 first_layers_s,
+                others_s=others_s,
                 waited_s=waited_s,
                 is_complete=restore.is_complete,
             )
 
-    def _report_gain(self, restore: Restore, recompute_s: float) -> None:
+    def _report_gain(self, restore: Restore, recompute_s: float, taken_s: float) -> None:
         """What it saved the request that waited for it, or cost it, against recomputing at once."""
-        taken_s = restore.job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s
         is_of_use = restore.is_complete and restore.ticket is not None
         if is_of_use and taken_s <= recompute_s:
             self._observer.observe("restore.saved_seconds", recompute_s - taken_s)

@@ -90,8 +90,10 @@ class RestoreMaker:
         """The first of ``keys`` was in no tier: count that once for each request; none: nothing was missing."""
         if keys and not ticket.has_missed:
             ticket.has_missed = True
-            was_evicted = self._tiers.was_evicted(keys[0])
-            self._observer.count("lookup.missed_evicted" if was_evicted else "lookup.missed_new")
+            # Not new either if it is gone on another rank alone.
+            is_known = self._tiers.was_evicted(keys[0]) or keys[0] in self._tiers
+            (is_new,) = self._ranks.minimum(not is_known)
+            self._observer.count("lookup.missed_new" if is_new else "lookup.missed_evicted")
 
     def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> Verdict:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays

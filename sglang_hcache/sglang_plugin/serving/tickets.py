@@ -123,11 +123,12 @@ class Restore:
 
     @property
     def is_late(self) -> bool:
-        """Whether its job ran out of time, and not for waiting for others. False where nobody predicted anything."""
-        job, decision = self.job, self.decision
-        if decision is None or not isinstance(job.error, RestoreTimeoutError):
+        """Whether it ran out of time, and not for waiting for others. False where nobody predicted anything."""
+        decision = self.decision
+        ran_out_of_time = self.ran_out_of_time or isinstance(self.job.error, RestoreTimeoutError)
+        if decision is None or not ran_out_of_time:
             return False
-        return job.seconds > (decision.recompute_s / 2 if decision.is_try else decision.job_s)
+        return self.seconds > (decision.recompute_s / 2 if decision.is_try else decision.job_s)
 
     def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:
         """How many of the prompt's first ``prefix_tokens`` came from host memory, and from disk."""

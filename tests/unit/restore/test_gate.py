@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -370,13 +371,22 @@ def test_short_restores_are_not_tried_while_longer_ones_are_started() -> None:
         assert not any(short)
 
 
-def test_one_that_is_only_tried_shows_how_fast_the_tier_is() -> None:
-    """And not how long the layers take that would be recomputed meanwhile."""
-    slow = gate(disk=1e-2, may_recompute=True)
-    decision = slow.decide({"disk": 1024}, 0)
-    assert decision.num_recompute == LAYERS - 1
-    tried = slow.decide({"disk": 1024}, 0, is_try=True)
-    assert (tried.num_recompute, tried.bottleneck) == (0, "disk")
+def test_one_that_is_only_tried_is_planned_as_if_all_were_as_fast_as_measured() -> None:
+    """Planned by what is known, hardly any layer would be read, which shows little, and nothing if reads are late."""
+    some = mixing(disk=16e-6)
+    before = decide(some, 0, 1024)
+    assert 0 < before.num_recompute < LAYERS
+    for _ in range(20):
+        some.restored(decide(some, 0, 1024), 10.0, waited_s=9.0, is_complete=False)
+    slow = decide(some, 0, 1024)
+    assert not slow.pays()
+    tried = some.decide({"disk": 1024}, 0, is_try=True)
+    assert (tried.num_recompute, tried.recompute_s) == (before.num_recompute, slow.recompute_s)
+    some.restored(tried, tried.recompute_s, is_complete=False)
+    assert decide(some, 0, 1024).drift == slow.drift, "it was no slower than is known"
+    some.restored(tried, tried.job_s, tried.first_layers_s, others_s=tried.others_s)
+    some.restored(tried, tried.job_s, tried.first_layers_s, others_s=tried.others_s)
+    assert decide(some, 0, 1024).pays()
 
 
 def test_one_that_is_only_tried_is_stopped_when_recomputing_would_be_over() -> None:
@@ -426,6 +436,80 @@ def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
     after = decide(some, 0, 1024)
     assert after.drift["recompute"] > 1.1
     assert after.recompute_s == before.recompute_s
+
+
+def mixing(disk: float) -> RestoreGate:
+    """K and V from a disk; a layer's tokens take 16 us each to recompute, and twice ``disk`` to read."""
+    return gate(may_recompute=True, methods=(Method.KV,) * LAYERS, disk=disk, run=per_token(16e-6))
+
+
+def restore_of_both(some: RestoreGate, read_s: float, run_s: float) -> int:
+    """One of 1,024 tokens from disk: a layer takes so long to read, or to recompute. Returns how many were
+    recomputed.
+    """
+    decision = decide(some, 0, 1024)
+    first_s, others_s = decision.num_recompute * run_s, (LAYERS - decision.num_recompute) * read_s
+    waited_s = max(0.0, others_s - first_s)
+    some.restored(decision, max(first_s, others_s), first_s or None, others_s=others_s, waited_s=waited_s)
+    return decision.num_recompute
+
+
+def test_what_was_recomputed_for_a_slow_disk_is_read_again_when_that_is_fast() -> None:
+    """Recomputing decides then how long it all takes, but not how long the reads do."""
+    some, run_s = mixing(2e-6), 1024 * 16e-6
+    before = restore_of_both(some, 1024 * 4e-6, run_s)
+    for _ in range(5):
+        during = restore_of_both(some, 5 * 1024 * 4e-6, run_s)
+    assert during > before + 2
+    for _ in range(10):
+        after = restore_of_both(some, 1024 * 4e-6, run_s)
+    assert after <= before + 1
+
+
+def test_slow_first_layers_are_not_blamed_on_the_disk() -> None:
+    """Nor if the others had to wait for the device as long."""
+    some, run_s = mixing(4e-6), 1024 * 16e-6
+    for _ in range(4):
+        restore_of_both(some, 1024 * 8e-6, 6 * run_s)
+    found = decide(some, 0, 1024)
+    assert found.drift["disk"] < 1.2
+    assert found.drift["recompute"] > 4
+    some = mixing(4e-6)
+    first = decide(some, 0, 1024)
+    some.restored(
+        first, 6 * first.first_layers_s, 6 * first.first_layers_s, others_s=6 * first.first_layers_s
+    )
+    assert decide(some, 0, 1024).drift["disk"] == 1.0
+
+
+def test_first_layers_that_were_stopped_took_too_long_where_the_others_are_there() -> None:
+    some = mixing(8e-6)
+    first = decide(some, 0, 1024)
+    assert first.num_recompute
+    some.restored(first, 3 * first.job_s, others_s=first.others_s, is_complete=False)
+    assert decide(some, 0, 1024).drift == {**first.drift, "recompute": pytest.approx(2**0.2)}
+
+
+def test_that_first_layers_were_slow_once_is_forgotten() -> None:
+    """Where none is recomputed nothing else would show it."""
+    some, run_s = mixing(4e-6), 1024 * 16e-6
+    before = restore_of_both(some, 1024 * 8e-6, run_s)
+    for _ in range(6):
+        restore_of_both(some, 1024 * 8e-6, 8 * run_s)
+    assert restore_of_both(some, 1024 * 8e-6, run_s) == 0
+    for _ in range(300):
+        after = restore_of_both(some, 1024 * 8e-6, run_s)
+    assert after == before > 0
+
+
+def test_what_long_restores_take_more_or_less_is_no_delay_of_short_ones() -> None:
+    some, random_state = gate(disk=1.3e-6, run=per_token(1e-5)), random.Random(1)
+    assert decide(some, 0, 128).pays()
+    for _ in range(1500):
+        seconds = 1.45 * math.exp(random_state.gauss(0, 0.2))
+        some.restored(decide(some, 0, 2**17), seconds, waited_s=0.9 * seconds)
+    assert decide(some, 0, 128).pays()
+    assert decide(some, 0, 128).delay_s < 0.001
 
 
 def test_what_would_pay_is_never_only_tried() -> None:

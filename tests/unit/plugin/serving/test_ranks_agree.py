@@ -91,6 +91,34 @@ def test_what_one_has_nothing_of_is_a_miss() -> None:
     assert on_two(work) == [True, True]
 
 
+def test_what_another_one_has_evicted_is_not_new() -> None:
+    def work(world: World, rank: int) -> tuple[int, int]:
+        world.store(PROMPT)
+        first = chunk_keys(ROOT, PROMPT)[0]
+        while rank == 1 and first in world.tiers:
+            world.tiers.host.reserve()
+        world.queue("a", PROMPT)
+        return world.counters["lookup.missed_new"], world.counters["lookup.missed_evicted"]
+
+    assert on_two(work) == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("state", [RestoreState.DONE, RestoreState.FAILED])
+def test_what_it_saved_or_cost_is_what_the_slowest_took(state: RestoreState) -> None:
+    def work(world: World, rank: int) -> float:
+        begin(world)
+        job = world.engine.jobs[0]
+        job.ended = time.monotonic()
+        job.started = job.submitted = job.ended - (5.0 if rank else 0.001)
+        end(world, state if rank else RestoreState.DONE)
+        world.coordinator.tick()
+        measures = world.counters.measures().items()
+        return sum(found["sum"] for name, found in measures if name.startswith("restore.lost_seconds"))
+
+    for lost_s in on_two(work, gate=gate_for(1e-3, may_recompute=False)):
+        assert 4 < lost_s <= 5
+
+
 def test_all_wait_for_the_slowest() -> None:
     def work(world: World, rank: int) -> None:
         begin(world)

@@ -1289,6 +1289,26 @@ def test_a_recomputation_that_overruns_the_deadline_is_given_up(mixing: World) -
     mixing.assert_clean()
 
 
+def test_first_layers_that_take_too_long_each_time_are_recomputed_no_more() -> None:
+    """Though the other layers come in time, and the job ends well."""
+    gate = recomputing_gate(2)
+    for name in range(30):
+        mixing = World(gate)
+        prompt = tokens(name, 6)
+        mixing.store(prompt)
+        mixing.queue("a", prompt)
+        mixing.coordinator.tick()
+        (job,) = mixing.engine.jobs
+        if not mixing.coordinator.running.is_recomputing:
+            break
+        job.deadline_s, job.started = 0.0, time.monotonic() - 100
+        mixing.engine.end(RestoreState.DONE)
+        for _ in range(2):
+            mixing.coordinator.tick()
+        assert mixing.counters["restore.late"] == 1
+    assert name < 10
+
+
 def test_the_oldest_restore_is_recomputed_first() -> None:
     mixing = World(recomputing_gate(1))
     for name in (1, 2):
