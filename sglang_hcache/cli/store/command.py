@@ -203,14 +203,6 @@ def _clear(
             "repeated.",
         ),
     ] = None,
-    any_format: Annotated[
-        bool,
-        typer.Option(
-            "--any-format",
-            help="Delete the store itself, whatever version created it and however damaged it is: all of its files in "
-            "these directories except `lock`, and no others.",
-        ),
-    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -225,18 +217,12 @@ def _clear(
 
     --namespace needs all directories. Chunks that share a file with other namespaces are replaced by a hole in it, or
     by zeros if the file system does not support holes. If the command is killed or fails, run it again.
-
-    --any-format leaves directories in which a server can create a new store. If one of them holds no store, because
-    its disk is not mounted or it was deleted before, nothing is deleted.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import clear, erase, refuse_if_locked
     from sglang_hcache.store.inspect.view import StoreView
 
     stores, chosen = _stores(dirs, config), [_namespace_id(text) for text in namespaces or []]
-    if any_format:
-        _wipe(stores, chosen, yes=yes, as_json=as_json)
-        return
 
     def remove(places: Dirs, show: Show) -> bool:
         show(report.erased(chosen, *erase(places, chosen)) if chosen else report.cleared(clear(places)))
@@ -249,22 +235,6 @@ def _clear(
                 refuse_if_locked(view)
             question = report.erase_question(views, chosen) if chosen else report.clear_question(views)
         _agree(question)
-    for_each(stores, remove, as_json=as_json)
-
-
-def _wipe(stores: list[Dirs], namespaces: list[bytes], *, yes: bool, as_json: bool) -> None:
-    from sglang_hcache.cli.store import report
-    from sglang_hcache.store.inspect.maintenance import look_for_own, wipe
-
-    if namespaces:
-        raise ConfigError("--any-format deletes all namespaces; leave --namespace out")
-    if not yes:
-        _agree(report.wipe_question([item for places in stores for item in look_for_own(places)]))
-
-    def remove(places: Dirs, show: Show) -> bool:
-        show(report.wiped(wipe(places)))
-        return True
-
     for_each(stores, remove, as_json=as_json)
 
 

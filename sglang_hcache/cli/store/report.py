@@ -16,7 +16,7 @@ from sglang_hcache.store.config import format_floor
 from sglang_hcache.store.erasure import Erased
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.inspect.check import Finding
-from sglang_hcache.store.inspect.maintenance import Change, OwnFiles
+from sglang_hcache.store.inspect.maintenance import Change
 from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
 from sglang_hcache.store.volumes.health import Condition
 
@@ -192,21 +192,6 @@ def clear_question(views: Sequence[StoreView]) -> str:
         paths = list(dict.fromkeys(path.parent for path in paths))
     places = ", ".join(map(str, paths)) + (f" (of {len(views)} ranks)" if len(views) > 1 else "")
     return "\n".join([*_sick(directories), f"Remove all {counted(chunks, 'chunk')} ({size}) from {places}?"])
-
-
-def wipe_question(found: Sequence[OwnFiles]) -> str:
-    """What is about to be deleted."""
-    places = ", ".join(f"{item.path} ({counted(item.files, 'file')})" for item in found)
-    return f"Delete the store in {places}, {format_bytes(sum(item.bytes for item in found))}?"
-
-
-def wiped(found: Sequence[OwnFiles]) -> Report:
-    """What ``clear --any-format`` deleted."""
-    directories = [{"path": str(item.path), "files": item.files, "bytes": item.bytes} for item in found]
-    lines = [
-        f"{item.path}: deleted {counted(item.files, 'file')}, {format_bytes(item.bytes)}" for item in found
-    ]
-    return Report({"directories": directories}, [*map(Text, lines)])
 
 
 def _sick(directories: Iterable[DirectoryInfo]) -> list[str]:

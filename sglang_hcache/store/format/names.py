@@ -7,8 +7,6 @@ STATE_NAME = "state.json"
 STATE_TMP_NAME = "state.tmp"
 PROBE_NAME = "probe.tmp"
 """What a directory is tried with, and how fast it is read; a crash may leave one behind."""
-OLD_INDEX_NAMES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal")
-"""Of an index that formats up to 3 had: who clears a store of any format deletes them."""
 OWN_NAMES = frozenset(
     {
         LOCK_NAME,
@@ -17,6 +15,5 @@ OWN_NAMES = frozenset(
         STATE_NAME,
         STATE_TMP_NAME,
         PROBE_NAME,
-        *OLD_INDEX_NAMES,
     }
 )

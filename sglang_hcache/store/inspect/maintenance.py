@@ -1,25 +1,21 @@
-"""Changing a store that no server uses: eviction, clearing, erasing, and deleting its files."""
+"""Changing a store that no server uses: eviction, clearing and erasing."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import stat
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_hcache.core.config import IOEngineName
-from sglang_hcache.core.errors import StoreFormatError, StoreIOError, StoreLockedError
+from sglang_hcache.core.errors import StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.paths import ranks_named_by
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.erasure import Erased
-from sglang_hcache.store.format.names import LOCK_NAME, STATE_TMP_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME
+from sglang_hcache.store.format.names import STATE_TMP_NAME, SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
 from sglang_hcache.store.store import DiskStore
-from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition
 
 
@@ -175,104 +171,3 @@ def _shrink(store: DiskStore, to_bytes: int, segment_bytes: int, counters: Count
                     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                     raise StoreIOError(f"files cannot be deleted: {files[0]}{more}{stay}")
                 return
-
-
-@dataclass(frozen=True, slots=True)
-class OwnFiles:
-    """What one directory holds of a store."""
-
-    path: Path
-    files: int
-    bytes: int
-    """Allocated, as ``du`` counts."""
-
-
-def look_for_own(dirs: Sequence[Path]) -> list[OwnFiles]:
-    """What :func:`wipe` would delete.
-
-    Raises:
-        StoreLockedError: a server runs.
-        StoreFormatError: no store is in one of them.
-        StoreIOError: one is missing or sick.
-    """
-    with _locked(dirs):
-        return [_counted(path, _own(path)) for path in dirs]
-
-
-def wipe(dirs: Sequence[Path]) -> list[OwnFiles]:
-    """Delete the store's own files but for ``lock``, which may be somebody's by now; others' files stay.
-
-    Superblocks go last, when nothing else is left in any directory: who is killed can do it again,
-    between two superblocks with those directories that have one.
-
-    Raises:
-        StoreLockedError: a server runs.
-        StoreFormatError: no store is in one of them; nothing is deleted.
-        StoreIOError: one is missing or sick, or a file cannot be deleted.
-    """
-    with _locked(dirs):
-        own = {path: _own(path) for path in dirs}
-        done = [_counted(path, files) for path, files in own.items()]
-        every = [file for files in own.values() for file in files]
-        for file in sorted(every, key=lambda file: file.name == SUPERBLOCK_NAME):
-            file.unlink(missing_ok=True)
-        return done
-
-
-@contextlib.contextmanager
-def _locked(dirs: Sequence[Path]) -> Iterator[None]:
-    """No server begins meanwhile. Raises StoreLockedError; StoreIOError for whatever the file system says."""
-    with contextlib.ExitStack() as stack:
-        try:
-            for path in sorted(dirs):
-                if not path.is_dir():
-                    raise StoreIOError(f"{path} is not a directory")
-                lock = StoreDirectory(path).lock
-                if (path / SUPERBLOCK_NAME).exists():  # else even the lock may be of another program
-                    lock.take()
-                    stack.callback(lock.release)
-            yield
-        except OSError as error:
-            raise StoreIOError(f"cannot remove the store: {error}") from error
-
-
-def _own(path: Path) -> dict[Path, int]:
-    """The store's files in a directory with allocated bytes, but for the lock.
-
-    Raises:
-        StoreFormatError: there are such files but no superblock: they may be of another program. Or there are none, or
-            stores of ranks are below.
-        OSError: it cannot be asked.
-    """
-    directory = StoreDirectory(path)
-    named = [path / name for name in directory.strangers() if ranks_named_by(name) is not None]
-    ranks = [rank for rank in named if rank.is_dir()]
-    if any(map(_own_names, ranks)):
-        raise StoreFormatError(f"{path} holds stores of ranks ({ranks[0].name} and so on); name those")
-    files: dict[Path, int] = {}
-    for name in _own_names(path):
-        found = (path / name).lstat()
-        if stat.S_ISREG(found.st_mode):
-            files[path / name] = found.st_blocks * 512
-    if files and path / SUPERBLOCK_NAME not in files:
-        raise StoreFormatError(
-            f"{path} has no {SUPERBLOCK_NAME}: are its files of a store? Delete them by hand"
-        )
-    # A lock is no sign of a store: on the mount point of a disk that is not mounted it would pass for a purged one.
-    if not files:
-        why = "is it the right directory?"
-        if ranks or os.path.lexists(path / LOCK_NAME):
-            why = "is its disk mounted? If its store was deleted before, name only the others"
-        elif directory.is_empty():
-            why = "it is empty: is its disk mounted?"
-        raise StoreFormatError(f"{path} holds no store; {why}")
-    return files
-
-
-def _own_names(path: Path) -> set[str]:
-    """What a store made in a directory, but for the lock."""
-    return {entry.name for entry in path.iterdir()} - {*StoreDirectory(path).strangers(), LOCK_NAME}
-
-
-def _counted(path: Path, files: dict[Path, int]) -> OwnFiles:
-    return OwnFiles(path, len(files), sum(files.values()))

@@ -65,8 +65,7 @@ def check_format(path: Path, block: Superblock) -> None:
     """
     if block.format_version != FORMAT_VERSION:
         raise StoreFormatError(
-            f"{path} has store format {block.format_version}, this version reads {FORMAT_VERSION}; use new directories "
-            "(--hcache-dirs), or delete that store with `hcache store clear --any-format`"
+            f"{path} has store format {block.format_version}, this version reads {FORMAT_VERSION}"
         )
 
 

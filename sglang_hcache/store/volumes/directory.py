@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -231,8 +230,7 @@ class StoreDirectory:
         except ValueError as error:
             raise StoreFormatError(
                 f"{path} is damaged ({error}); `hcache store fsck --rebuild` with all directories of the store makes a "
-                f"new one; to start an empty store, `hcache store clear --any-format {shlex.quote(str(self.path))}` "
-                "deletes this one"
+                f"new one; to start an empty store, stop its server and delete all that is in them"
             ) from None
 
     def write_superblock(self, superblock: Superblock) -> None:

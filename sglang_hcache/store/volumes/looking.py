@@ -151,9 +151,11 @@ def look_at_each(dirs: Sequence[Path]) -> list[Seen]:
             seen.append(_look(path))
             if seen[-1].superblock is not None:
                 check_format(path, seen[-1].superblock)
-    except StoreFormatError:
+    except StoreFormatError as error:
         close_all(seen)
-        raise
+        raise StoreFormatError(
+            f"{error}; to remove that store, stop its server and delete all that is in its directories (of every rank)"
+        ) from None
     return seen
 
 

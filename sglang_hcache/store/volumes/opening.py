@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import shlex
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -201,11 +200,11 @@ def agreed_at_start(found: Sequence[Found]) -> StoreIdentity:
     try:
         return agreed(found)
     except StoreFormatError as error:
-        # Not those that hold none: they would be refused.
+        # In the others is nothing of a store.
         stores = [str(item.volume.path) for item in found if item.superblock is not None or item.damage]
         raise StoreFormatError(
-            f"--hcache-dirs: {error}. To start an empty store, `hcache store clear --any-format {shlex.join(stores)}` "
-            "deletes what is there"
+            f"--hcache-dirs: {error}. To start an empty store, use new directories, or stop the server of the old ones "
+            f"and delete all that is in {', '.join(stores)} (and in those of other ranks)"
         ) from None
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -27,7 +28,6 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
-from sglang_hcache.store.inspect.maintenance import wipe
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -442,6 +442,35 @@ def test_another_format_version(tmp_path: Path, open_store: OpenStore) -> None:
     open_fails(config, StoreFormatError, "store format 1, this version reads 4")
 
 
+@pytest.mark.parametrize("kind", ["other format", "one more", "two stores", "damaged"])
+def test_where_a_refused_start_says_so_a_store_begins_once_all_is_deleted(tmp_path: Path, kind: str) -> None:
+    config = small_config(tmp_path, 2)
+    DiskStore.open(config, Counters()).close()
+    old, wanted = list(config.dirs), config
+    first = config.dirs[0] / "superblock.json"
+    if kind == "other format":
+        first.write_bytes(first.read_bytes().replace(b'"format_version": 4', b'"format_version": 5'))
+    elif kind == "one more":
+        wanted = replace(config, dirs=(*config.dirs, tmp_path / "new"))
+    elif kind == "two stores":
+        other = replace(config, dirs=(tmp_path / "other",))
+        DiskStore.open(other, Counters()).close()
+        old = [config.dirs[0], *other.dirs]
+        wanted = replace(config, dirs=tuple(old))
+    else:
+        for path in config.dirs:
+            (path / "superblock.json").write_text("?")
+    for start in (look_ahead, lambda config: DiskStore.open(config, Counters())):
+        with pytest.raises(StoreFormatError, match="delete all that is in ") as refusal:
+            start(wanted)
+    named = "all directories of the store" if kind == "damaged" else ", ".join(map(str, old))
+    assert named in str(refusal.value)
+    for path in old:
+        shutil.rmtree(path)
+        path.mkdir()
+    DiskStore.open(wanted, Counters()).close()
+
+
 @pytest.mark.parametrize("text", ["", "garbage", "[]", "{}", '{"format_version": "1"}'])
 def test_a_damaged_superblock(tmp_path: Path, open_store: OpenStore, text: str) -> None:
     config = stored(tmp_path, 1, open_store)
@@ -467,7 +496,7 @@ def test_an_emptied_directory_is_taken_in_again_and_its_chunks_are_misses(
 def test_the_mount_point_of_a_disk_that_is_not_mounted_is_not_written_to(
     tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture, below: str
 ) -> None:
-    """The file system is told by its id; here the superblock remembers another one. Nor is it taken for purged."""
+    """The file system is told by its id; here the superblock remembers another one."""
     point = tmp_path / "point"
     config = replace(small_config(tmp_path, 2), dirs=(tmp_path / "disk0", point / below))
     store = open_store(config)
@@ -486,13 +515,6 @@ def test_the_mount_point_of_a_disk_that_is_not_mounted_is_not_written_to(
     read_keys(store, make_keys(10, 2))
     store.close()
     assert not list(point.iterdir())
-    with pytest.raises(StoreError, match="is not a directory" if below else "holds no store; it is empty"):
-        wipe(config.dirs)
-    (point / "lock").touch()  # as an earlier version left it
-    with pytest.raises(
-        StoreError, match="is not a directory" if below else r"holds no store; is its disk mounted\?"
-    ):
-        wipe(config.dirs)
     assert list(config.dirs[0].glob("segment-*"))
 
 

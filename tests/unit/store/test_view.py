@@ -210,7 +210,7 @@ def test_a_sick_directory_is_reported_and_its_runs_are_unavailable(closed: Store
         (["a/disk0", "b/disk1", "a/disk2"], "directories of different stores"),
         (["a/disk0", "a/disk1", "a/copy"], "are both directory 1"),
         (["nowhere", "a"], "nowhere is not a directory of a store: it does not exist\n.*has no superblock"),
-        (["old"], "old has store format 1, this version reads 4"),
+        (["old"], "old has store format 1, this version reads 4; .* delete all that is in its directories"),
     ],
 )
 def test_not_a_store(tmp_path: Path, open_store: OpenStore, names: Sequence[str], message: str) -> None:
