@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sglang_hcache.cli.server.client import KEEPALIVE_S, ChatError, TokenSources
+from sglang_hcache.cli.server.answers import ChatError, TokenSources
+from sglang_hcache.cli.server.client import KEEPALIVE_S
 from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,11 +20,12 @@ from rich.text import Text
 
 from sglang_hcache.cli.options import ApiKey, AsJson, ServerUrl
 from sglang_hcache.cli.report import new_table, print_report, restore_times, seconds_text, waiting_times
+from sglang_hcache.cli.server.answers import ChatError
 from sglang_hcache.cli.server.client import (
     FOREIGN_ERRORS,
     FOREIGN_STATE,
-    ChatClient,
-    ChatError,
+    ServerClient,
+    UnreachableError,
     shown_address,
 )
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -115,7 +115,7 @@ def top(
     """
     if math.isnan(interval):  # which is neither below the least nor above the most
         raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")
-    with ChatClient(url, api_key=api_key, timeout_s=max(_PATIENCE_S, interval)) as client:
+    with ServerClient(url, api_key=api_key, timeout_s=max(_PATIENCE_S, interval)) as client:
         url = shown_address(url)
         first = _first_look(client)
         if check:
@@ -131,20 +131,18 @@ def top(
             _watch(client, url, interval, first)
 
 
-def _look(client: ChatClient) -> Sample:
+def _look(client: ServerClient) -> Sample:
     state = client.tier_state()
     if state is None:
         raise HCacheError("--url: the server runs without the tier (--hierarchical-cache hcache)")
     return Sample(time.monotonic(), state)
 
 
-def _first_look(client: ChatClient) -> Sample:
+def _first_look(client: ServerClient) -> Sample:
     try:
         return _look(client)
-    except ChatError as error:
-        if isinstance(error.__cause__, httpx.ConnectError):
-            raise ChatError(f"{error}; is a server running there? --url names another") from error
-        raise
+    except UnreachableError as error:
+        raise ChatError(f"{error}; is a server running there? --url names another") from error
 
 
 @contextmanager
@@ -153,7 +151,7 @@ def _own_state() -> Iterator[None]:
     try:
         yield
     except FOREIGN_ERRORS as error:
-        raise HCacheError(f"--url: {FOREIGN_STATE.removesuffix('.')} ({error!r})") from error
+        raise HCacheError(f"--url: {FOREIGN_STATE} ({error!r})") from error
 
 
 def _check(state: Mapping[str, Any], *, as_json: bool) -> None:
@@ -165,7 +163,7 @@ def _check(state: Mapping[str, Any], *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _print_json(client: ChatClient, sample: Sample, interval: float | None) -> None:
+def _print_json(client: ServerClient, sample: Sample, interval: float | None) -> None:
     print(json.dumps(sample.state), flush=True)
     if interval is not None:
         with suppress(KeyboardInterrupt):
@@ -173,7 +171,7 @@ def _print_json(client: ChatClient, sample: Sample, interval: float | None) -> N
                 print(json.dumps(later.state), flush=True)
 
 
-def _print_looks(client: ChatClient, url: str, interval: float, last: Sample) -> None:
+def _print_looks(client: ServerClient, url: str, interval: float, last: Sample) -> None:
     """Into a pipe or a file, until Ctrl-C: a picture that is drawn over would show nothing before its end."""
     print_report([render(url, last, None)])
     with suppress(KeyboardInterrupt):
@@ -183,7 +181,7 @@ def _print_looks(client: ChatClient, url: str, interval: float, last: Sample) ->
             last = sample
 
 
-def _later_looks(client: ChatClient, interval: float) -> Iterator[Sample]:
+def _later_looks(client: ServerClient, interval: float) -> Iterator[Sample]:
     """Without end. A server that does not answer may come back."""
     while True:
         time.sleep(interval)
@@ -195,7 +193,7 @@ def _later_looks(client: ChatClient, interval: float) -> Iterator[Sample]:
         yield sample
 
 
-def _watch(client: ChatClient, url: str, interval: float, last: Sample) -> None:
+def _watch(client: ServerClient, url: str, interval: float, last: Sample) -> None:
     """Until Ctrl-C. A server that does not answer may come back."""
     console = Console(highlight=False)
     live = Live(render(url, last, None, window=console), console=console, auto_refresh=False)

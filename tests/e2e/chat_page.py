@@ -18,7 +18,7 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from sglang_hcache.cli.server.client import ChatClient
+from sglang_hcache.cli.server.client import ServerClient
 
 HCACHE = Path(sys.executable).parent / "hcache"
 PATIENCE_MS = 120_000.0  # machines that run tests are slow, and busy
@@ -85,7 +85,7 @@ class ChatProcess:
         """What the server that it talks to says of its tier."""
         found = re.search(r" talks to (http://[^;]+);", self.log.read_text())
         assert found is not None
-        with ChatClient(found[1]) as client:
+        with ServerClient(found[1]) as client:
             return client.tier_state()
 
     def kill(self) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from sglang_hcache.cli.server.client import ChatClient, Message
+from sglang_hcache.cli.server.client import Message, ServerClient
 from sglang_hcache.cli.server.pair import (
     LOGPROB_TOLERANCE,
     PairedAnswer,
@@ -62,8 +62,8 @@ class Document:
 @dataclass(frozen=True)
 class Servers:
     tier: ServerProcess
-    tier_client: ChatClient
-    reference_client: ChatClient
+    tier_client: ServerClient
+    reference_client: ServerClient
     switches: Path
 
 
@@ -128,7 +128,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     )
     try:
         launch_together([tier, reference])
-        with ChatClient(tier.url) as tier_client, ChatClient(reference.url) as reference_client:
+        with ServerClient(tier.url) as tier_client, ServerClient(reference.url) as reference_client:
             yield Servers(tier, tier_client, reference_client, switches)
     finally:
         reference.kill()

@@ -4,7 +4,6 @@
 |---|---|
 | ``command`` | the command: options, port, errors |
 | ``conversation`` | what was said, and how far each answer is; no I/O |
-| ``client`` | requests to the server: answers, state, flush |
 | ``watch`` | looks at the server as long as somebody looks at the page |
 | ``session`` | one browser's conversations, and the answers on their way |
 | ``figures`` | bars, strips and tables as HTML |

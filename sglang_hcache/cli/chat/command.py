@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_hcache.cli.chat.client import AnswerOptions
+from sglang_hcache.cli.chat.session import AnswerOptions
 from sglang_hcache.cli.options import ApiKey, ServerUrl
 from sglang_hcache.cli.server.client import authorization
 from sglang_hcache.cli.server.ports import try_to_listen

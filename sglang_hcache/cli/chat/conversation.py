@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_hcache.cli.server.client import Message, StreamReader, TokenSources
+from sglang_hcache.cli.server.answers import StreamReader, TokenSources
+from sglang_hcache.cli.server.client import Message
 
 UNTITLED = "New conversation"
 _TITLE_LENGTH = 42  # characters; more do not fit into the list

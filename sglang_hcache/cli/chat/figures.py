@@ -10,7 +10,8 @@ from typing import Any
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
 from sglang_hcache.cli.chat.watch import Look, Reach
 from sglang_hcache.cli.report import METHOD_NAMES, counted, restore_times, seconds_text
-from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, TokenSources
+from sglang_hcache.cli.server.answers import TokenSources
+from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE
 from sglang_hcache.cli.unwell import directory_problems
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.metrics import events_of
@@ -111,11 +112,11 @@ def trouble_text(look: Look) -> str:
     """What to say above the field; empty if nothing is wrong."""
     if look.reach is Reach.AWAY:
         return (
-            f"{look.problem} Your conversations stay here; this page tries again every second. "
+            f"{look.problem}. Your conversations stay here; this page tries again every second. "
             "What the server was answering can be asked again."
         )
     if look.reach is Reach.BUSY:
-        return f"The server is busy: {look.problem} Answers come when it is done."
+        return f"The server is busy: {look.problem}. Answers come when it is done."
     return ""
 
 
@@ -134,7 +135,7 @@ def tier_html(look: Look) -> str:
     try:
         return _state_html(look, look.tier)
     except FOREIGN_ERRORS:
-        return f'<p class="lack">{FOREIGN_STATE}</p>'
+        return f'<p class="lack">{FOREIGN_STATE}.</p>'
 
 
 def _state_html(look: Look, tier: Mapping[str, Any]) -> str:

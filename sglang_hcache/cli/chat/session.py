@@ -7,17 +7,34 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
-from sglang_hcache.cli.chat.client import AsyncChatClient, RefusalError
 from sglang_hcache.cli.chat.conversation import Conversation, Conversations, Exchange, Phase
 from sglang_hcache.cli.chat.watch import Watch
-from sglang_hcache.cli.server.client import ChatError, StreamReader
+from sglang_hcache.cli.server.answers import ChatError, StreamReader
+from sglang_hcache.cli.server.client import RefusalError, ServerClient
 
 _STATUS_RUNNING = 400  # of SGLang's /flush_cache, for nothing else
 _MOST_EMPTY = 256
 _STATUS_NO_RIGHT = 401
 _REFUSED = "The server refuses while requests run: wait for them, or stop them."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How answers are asked for."""
+
+    max_tokens: int = 1024
+    temperature: float | None = None
+    """None: what the model's own configuration says."""
+    system: str = ""
+    """Sent before every conversation; empty for none."""
+
+    def fields(self) -> dict[str, Any]:
+        """Of a request."""
+        given = {} if self.temperature is None else {"temperature": self.temperature}
+        return {"max_completion_tokens": self.max_tokens, **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +53,9 @@ class Session:
         watch: told when something happened at the server.
     """
 
-    def __init__(self, server: AsyncChatClient, watch: Watch) -> None:
+    def __init__(self, server: ServerClient, watch: Watch, options: AnswerOptions) -> None:
         self._server = server
+        self._options = options
         self._watch = watch
         self._answering: dict[int, asyncio.Task[None]] = {}
         self.conversations = Conversations()
@@ -85,10 +103,7 @@ class Session:
         try:
             await self._server.clear_gpu_cache()
         except ChatError as error:
-            problem = str(error).removesuffix(".")
-            self._tell(
-                f"The GPU cache was not cleared. {problem}. {self._hint(error)}".rstrip(), is_error=True
-            )
+            self._tell(f"The GPU cache was not cleared. {error}. {self._hint(error)}".rstrip(), is_error=True)
             return False
         self._tell("GPU cache cleared. The next answer shows what the tier brings back.")
         self._watch.hurry()
@@ -117,7 +132,7 @@ class Session:
         task.add_done_callback(lambda _: self._ended(conversation, exchange, task))
 
     async def _answer(self, conversation: Conversation, exchange: Exchange) -> None:
-        messages = conversation.messages(exchange, self._server.options.system)
+        messages = conversation.messages(exchange, self._options.system)
         task = asyncio.current_task()
 
         def follow(reader: StreamReader) -> None:
@@ -125,7 +140,7 @@ class Session:
                 exchange.follow(reader)
 
         try:
-            await self._server.answer(messages, follow)
+            await self._server.answer(messages, follow, **self._options.fields())
         except ChatError as error:
             exchange.end(Phase.FAILED, str(error))
         else:

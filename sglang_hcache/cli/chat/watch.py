@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from sglang_hcache.cli.chat.client import AsyncChatClient, SilentError
-from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, ChatError
+from sglang_hcache.cli.server.answers import ChatError
+from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, ServerClient, SilentError, tier_of
 from sglang_hcache.core.layout import Method
 
 _EVERY_S = 2.0
@@ -44,8 +44,7 @@ class Look:
 
 def look_of(info: Mapping[str, Any]) -> Look:
     """What ``/server_info`` says."""
-    state = info["internal_states"][0]
-    tier = state.get("hcache")
+    tier = tier_of(info)
     name = str(info.get("served_model_name") or info.get("model_path") or "")
     return Look(
         reach=Reach.UP,
@@ -58,7 +57,7 @@ def look_of(info: Mapping[str, Any]) -> Look:
 class Watch:
     """Keeps :attr:`look` fresh. ``run`` is one task; the rest may be called at any time on the same loop."""
 
-    def __init__(self, server: AsyncChatClient) -> None:
+    def __init__(self, server: ServerClient) -> None:
         self._server = server
         self._seen_at = 0.0
         self._wake = asyncio.Event()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
+from sglang_hcache.cli.chat.session import AnswerOptions
 from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
 from sglang_hcache.cli.demo.view import choose_view
 from sglang_hcache.cli.server.cpu_runtime import has_gpu

@@ -13,7 +13,7 @@ from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tie
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.view import DemoView
 from sglang_hcache.cli.logbooks import Script, write_scripts
-from sglang_hcache.cli.server.client import ChatClient, Message
+from sglang_hcache.cli.server.client import Message, ServerClient
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.pair import ServerPair, kill_all, launch_together
 from sglang_hcache.cli.server.process import ServerProcess, servers_scratch
@@ -130,7 +130,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
                 [tier, reference], lambda waited: view.status(f"Starting two servers: {waited:.0f} s")
             )
             view.status("")
-            with ChatClient(tier.url) as tier_client, ChatClient(reference.url) as reference_client:
+            with ServerClient(tier.url) as tier_client, ServerClient(reference.url) as reference_client:
                 turns = _talk(scripts, ServerPair(tier_client, reference_client), view)
                 tier_client.wait_saved()
                 state = tier_client.tier_state() or {}

@@ -1,32 +1,53 @@
-"""Streaming chat over the OpenAI-compatible API, measured: what was answered, when, and from where."""
+"""Requests to a server: chat over the OpenAI-compatible API, its state, and clearing its GPU cache."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import re
 import ssl
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar
 
 import httpx
 
+from sglang_hcache.cli.server.answers import ChatAnswer, ChatError, Lines, StreamReader
 from sglang_hcache.core.config import API_KEY_VARIABLE
-from sglang_hcache.core.errors import ConfigError, HCacheError
+from sglang_hcache.core.errors import ConfigError
 
 CHAT_PATH = "/v1/chat/completions"
 KEEPALIVE_S = 2.0
 """How long an idle connection is used again. SGLang closes them after 5 s: a request that is sent just then is lost."""
-_TIMEOUT_S = 300.0
+_SILENCE_S = 300.0  # within an answer: a long prompt may wait behind others
+_CONNECT_S = 5.0
+_LOOK_S = 5.0  # a busy scheduler answers between two batches
+_FLUSH_S = 60.0
 FOREIGN_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
 """What comes of a state that has other parts than that of this version."""
-FOREIGN_STATE = "The server answers, but its state is not that of this version of hcache."
+FOREIGN_STATE = "The server answers, but its state is not that of this version of hcache"
+_T = TypeVar("_T")
 
 
-class ChatError(HCacheError):
-    """The server refused a request, or failed while answering it."""
+class UnreachableError(ChatError):
+    """Nobody listens at the server's address."""
+
+
+class SilentError(ChatError):
+    """The server took the request and did not answer in time: it may be busy."""
+
+
+class RefusalError(ChatError):
+    """The server answered with an error.
+
+    Args:
+        status: of HTTP.
+    """
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 class Message(TypedDict):
@@ -34,68 +55,6 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerToken:
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSources:
-    """Where the state of a prompt's tokens came from. The four add up to the prompt."""
-
-    device: int
-    host: int
-    disk: int
-    recomputed: int
-
-    @property
-    def prompt(self) -> int:
-        return self.device + self.host + self.disk + self.recomputed
-
-    @property
-    def restored(self) -> int:
-        """Tokens from either tier."""
-        return self.host + self.disk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer:
-    """One answer and its measurements."""
-
-    text: str
-    tokens: tuple[AnswerToken, ...]
-    sources: TokenSources
-    ttft_s: float
-    """From sending the request to the arrival of the first token, seconds."""
-    total_s: float
-    """From sending the request to the end of the answer, seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerDifference:
-    """How far two answers to one prompt are apart."""
-
-    same_tokens: bool
-    logprob: float
-    """Largest difference between the logprobs of tokens at the same place; infinite if there is none to compare."""
-
-    def is_within(self, tolerance: float) -> bool:
-        """Whether the answers count as equal."""
-        return self.same_tokens and self.logprob <= tolerance
-
-
-def compare_answers(one: ChatAnswer, other: ChatAnswer) -> AnswerDifference:
-    """Compare token by token."""
-    same_tokens = [token.text for token in one.tokens] == [token.text for token in other.tokens]
-    pairs = zip(one.tokens, other.tokens, strict=False)
-    differences = [abs(a.logprob - b.logprob) for a, b in pairs]
-    # A NaN must not hide: it would compare as neither larger nor smaller.
-    if not differences or any(difference != difference for difference in differences):
-        return AnswerDifference(same_tokens, float("inf"))
-    return AnswerDifference(same_tokens, max(differences))
 
 
 def request_body(messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
@@ -142,7 +101,7 @@ def refusal(response: httpx.Response) -> str:
         is_given = "Authorization" in response.request.headers
         does = "it takes another key than the one given" if is_given else "give its API key"
         hint = f"; {does} as --api-key, or in {API_KEY_VARIABLE}"
-    return f"HTTP {response.status_code}: {text}{hint}"
+    return f"HTTP {response.status_code}: {text.removesuffix('.')}{hint}"
 
 
 def shown_address(url: str) -> str:
@@ -157,24 +116,10 @@ def tls_context() -> ssl.SSLContext:
     return context
 
 
-class Lines:
-    """Lines of a stream of server-sent events that comes in pieces.
+class ServerClient:
+    """A client of one server, for commands, which wait for it, and for the page, which must not.
 
-    Only a line feed ends one here. httpx also takes U+2028 and others for line ends, which SGLang does not escape in an
-    answer.
-    """
-
-    def __init__(self) -> None:
-        self._begun = ""
-
-    def take(self, piece: str) -> list[str]:
-        """The lines that ``piece`` ends. What follows the last line feed is no line yet."""
-        *lines, self._begun = (self._begun + piece).split("\n")
-        return [line.removesuffix("\r") for line in lines]
-
-
-class ChatClient:
-    """A client of one server. Requests are greedy and ask for the answer's logprobs.
+    Requests run on a thread of their own: times must not depend on how long the page takes to draw itself.
 
     Args:
         url: base address of the server, as in ``http://127.0.0.1:30000``.
@@ -188,22 +133,36 @@ class ChatClient:
         url: str,
         *,
         api_key: str | None = None,
-        timeout_s: float = _TIMEOUT_S,
-        transport: httpx.BaseTransport | None = None,
+        timeout_s: float = _SILENCE_S,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = url.rstrip("/")
-        self._shown_url = shown_address(self._url)
-        self._http = httpx.Client(
+        self.url = shown_address(self._url)
+        """Base address, as it may be shown."""
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(
             headers=authorization(api_key),
-            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
-            timeout=timeout_s,
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=4, keepalive_expiry=KEEPALIVE_S
+            ),
+            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
             trust_env=False,
             verify=tls_context(),
             transport=transport,
         )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hcache-requests", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_key(self) -> bool:
+        """Whether requests say a key."""
+        return "Authorization" in self._http.headers
+
+    # -- for commands ----------------------------------------------------------------------------
 
     def ask(self, messages: Sequence[Message], *, max_tokens: int) -> ChatAnswer:
-        """Send a conversation and read its answer to the end. May be called from several threads.
+        """Send a conversation and read its greedy answer to the end. May be called from several threads.
 
         Args:
             max_tokens: longest answer, tokens.
@@ -212,19 +171,7 @@ class ChatClient:
             ChatError: the server refused, failed or fell silent.
         """
         body = request_body(messages, temperature=0, logprobs=True, max_completion_tokens=max_tokens)
-        reader = StreamReader()
-        try:
-            with self._http.stream("POST", self._url + CHAT_PATH, json=body) as response:
-                if response.is_error:
-                    response.read()
-                    raise ChatError(f"{self._shown_url}: {refusal(response)}")
-                lines = Lines()
-                for piece in response.iter_text():
-                    for line in lines.take(piece):
-                        reader.take(line)
-        except httpx.HTTPError as error:
-            raise ChatError(f"{self._shown_url}: {error!r}") from error
-        return reader.answer()
+        return self._wait(self._stream(body, lambda _: None)).answer()
 
     def tier_state(self) -> dict[str, Any] | None:
         """The tier's counters and sizes, from ``/server_info``; None if the server runs without the tier.
@@ -233,18 +180,9 @@ class ChatClient:
             ChatError: no answer, or none of SGLang's.
         """
         try:
-            response = self._http.get(f"{self._url}/server_info")
-            if response.is_error:
-                raise ChatError(f"{self._shown_url}/server_info: {refusal(response)}")
-            states = response.json()["internal_states"]
-            state = states[0].get("hcache") if states else None
-            return None if state is None else dict(state)
-        except httpx.HTTPError as error:
-            raise ChatError(f"{self._shown_url}/server_info: {error}") from error
+            return tier_of(self._wait(self._info(self._timeout_s)))
         except FOREIGN_ERRORS as error:
-            raise ChatError(
-                f"{self._shown_url}/server_info: this is no answer of SGLang's ({error!r})"
-            ) from error
+            raise ChatError(f"{self.url}: {FOREIGN_STATE} ({error!r})") from error
 
     def wait_saved(self, timeout_s: float = 30.0) -> bool:
         """Wait until the tier has nothing left to save; False if it still has after ``timeout_s`` seconds."""
@@ -255,118 +193,131 @@ class ChatClient:
             time.sleep(0.05)
         return True
 
-    def close(self) -> None:
-        """Close the connections. Idempotent."""
-        self._http.close()
+    # -- for the page ----------------------------------------------------------------------------
 
-    def __enter__(self) -> ChatClient:
+    async def answer(
+        self, messages: Sequence[Message], on_piece: Callable[[StreamReader], None], **fields: Any
+    ) -> None:
+        """Ask for one answer and read it to its end. Cancelling it aborts the request at the server.
+
+        Args:
+            on_piece: called on this loop after every line that came; perhaps once more after a cancellation.
+            fields: of the request.
+
+        Raises:
+            ChatError: the server refused, failed, fell silent or cannot be reached.
+        """
+        here = asyncio.get_running_loop()
+        # With counts in every chunk, also an answer that is stopped has them.
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        body = request_body(messages, stream_options=usage, **fields)
+        reader = await self._elsewhere(
+            self._stream(body, lambda reader: here.call_soon_threadsafe(on_piece, reader))
+        )
+        if not reader.is_whole:
+            raise ChatError("the server ended its answer early")
+
+    async def info(self) -> Mapping[str, Any]:
+        """``/server_info``.
+
+        Raises:
+            UnreachableError: nobody listens.
+            SilentError: no answer in time.
+            ChatError: another answer than that of SGLang.
+        """
+        return await self._elsewhere(self._info(_LOOK_S))
+
+    async def clear_gpu_cache(self) -> None:
+        """Drop the KV cache of all conversations on the device. What the tier keeps stays; what is in host memory
+        only is written to disk.
+
+        Raises:
+            RefusalError: the server refused; with status 400 while requests run, and 401 where it takes another key.
+            ChatError: no answer.
+        """
+        await self._elsewhere(self._request("POST", "/flush_cache", _FLUSH_S))
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def _elsewhere(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What ``work`` gives on the thread for requests. A cancellation reaches it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The same, for who may wait. A refusal says of which server: a command may ask two."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except RefusalError as error:
+            raise RefusalError(f"{self.url}: {error}", error.status) from error
+
+    async def _stream(
+        self, body: Mapping[str, Any], on_piece: Callable[[StreamReader], object]
+    ) -> StreamReader:
+        reader = StreamReader()
+        try:
+            async with self._http.stream("POST", self._url + CHAT_PATH, json=body) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise RefusalError(refusal(response), response.status_code)
+                lines = Lines()
+                async for piece in response.aiter_text():
+                    for line in lines.take(piece):
+                        reader.take(line)
+                        on_piece(reader)
+        except httpx.HTTPError as error:
+            raise self._failure(error) from error
+        return reader
+
+    async def _info(self, timeout_s: float) -> Mapping[str, Any]:
+        response = await self._request("GET", "/server_info", timeout_s)
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            info = dict(response.json())
+            if info["internal_states"]:
+                return info
+        raise ChatError(f"{self.url} does not answer like an SGLang server")
+
+    async def _request(self, method: str, path: str, timeout_s: float) -> httpx.Response:
+        try:
+            response = await self._http.request(method, self._url + path, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise self._failure(error) from error
+        if response.is_error:
+            raise RefusalError(refusal(response), response.status_code)
+        return response
+
+    def _failure(self, error: httpx.HTTPError) -> ChatError:
+        """What went wrong on the way, for people."""
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            why = f": {error}" if str(error) else ""
+            return UnreachableError(f"{self.url} cannot be reached{why}")
+        if isinstance(error, httpx.TimeoutException):
+            return SilentError(f"{self.url} did not answer in time")
+        return ChatError(f"{self.url}: the connection broke")
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End whatever is on its way, and close the connections. Once."""
+        self._wait(self._finish())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _finish(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._http.aclose()
+
+    def __enter__(self) -> ServerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class StreamReader:
-    """Puts the chunks of one stream together. Time runs from its construction."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._text: list[str] = []
-        self._thoughts: list[str] = []
-        self._tokens: list[AnswerToken] = []
-        self._prompt_tokens: int | None = None
-        self._details: dict[str, Any] = {}
-        self._is_whole = False
-        self.ttft_s: float | None = None
-        """From its construction to the first token, seconds; None before."""
-        self.latest_s: float | None = None
-        """From its construction to the latest piece of the answer, seconds; None before the first."""
-        self.num_tokens: int | None = None
-        """Tokens of the answer so far; None if the server did not say yet."""
-        self.finish_reason = ""
-        """Why the answer ended, in the server's word: ``stop``, ``length`` and others. Empty before."""
-
-    @property
-    def text(self) -> str:
-        """The answer so far."""
-        return "".join(self._text)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the server sent its end mark."""
-        return self._is_whole
-
-    @property
-    def thoughts(self) -> str:
-        """What a server with a reasoning parser keeps apart from the answer."""
-        return "".join(self._thoughts)
-
-    @property
-    def sources(self) -> TokenSources | None:
-        """Where the prompt came from; None until the end of the stream, where servers say it."""
-        if not self._is_whole or self._prompt_tokens is None:
-            return None
-        device, host, disk = (int(self._details.get(name) or 0) for name in ("device", "host", "storage"))
-        recomputed = self._prompt_tokens - device - host - disk
-        return TokenSources(device=device, host=host, disk=disk, recomputed=recomputed)
-
-    def take(self, line: str) -> None:
-        """One line of the stream of server-sent events.
-
-        Raises:
-            ChatError: the server reports a failure, or sends what is no JSON.
-        """
-        field, _, data = line.partition(":")
-        if field != "data":
-            return
-        if data.strip() == "[DONE]":
-            self._is_whole = True
-            return
-        try:
-            chunk = json.loads(data)
-        except ValueError:
-            raise ChatError(f"the server sent something that is not JSON: {data[:200]!r}") from None
-        if "error" in chunk:
-            raise ChatError(f"the server failed while answering: {_message(chunk['error'])}")
-        for choice in chunk.get("choices") or ():
-            self._take_choice(choice)
-        if usage := chunk.get("usage"):
-            self._prompt_tokens = int(usage["prompt_tokens"])
-            self.num_tokens = int(usage.get("completion_tokens") or 0)
-        # SGLang's extension; absent when nothing came from a cache.
-        self._details = (chunk.get("sglext") or {}).get("cached_tokens_details") or self._details
-
-    def _take_choice(self, choice: dict[str, Any]) -> None:
-        delta = choice["delta"]
-        content, thoughts = delta.get("content") or "", delta.get("reasoning_content") or ""
-        logprobs = (choice.get("logprobs") or {}).get("content") or ()
-        if content or thoughts or logprobs:
-            self.latest_s = time.perf_counter() - self._began
-            self.ttft_s = self.ttft_s or self.latest_s
-        self._text.append(content)
-        self._thoughts.append(thoughts)
-        self._tokens += [AnswerToken(token["token"], token["logprob"]) for token in logprobs]
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-
-    def answer(self) -> ChatAnswer:
-        """The whole answer.
-
-        Raises:
-            ChatError: the stream ended without a token, without its usage or before its end.
-        """
-        total_s = time.perf_counter() - self._began
-        sources = self.sources
-        if self.ttft_s is None or sources is None:
-            raise ChatError("the server ended its answer early")
-        return ChatAnswer(
-            text=self.text,
-            tokens=tuple(self._tokens),
-            sources=sources,
-            ttft_s=self.ttft_s,
-            total_s=total_s,
-        )
-
-
-def _message(error: Any) -> str:
-    """The text of a failure inside a stream."""
-    return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
+def tier_of(info: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tier's state in ``/server_info``; None without the tier. Raises :data:`FOREIGN_ERRORS`."""
+    state = info["internal_states"][0].get("hcache")
+    return None if state is None else dict(state)

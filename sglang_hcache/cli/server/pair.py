@@ -8,18 +8,37 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sglang_hcache.cli.server.client import (
-    AnswerDifference,
-    ChatAnswer,
-    ChatClient,
-    Message,
-    compare_answers,
-)
+from sglang_hcache.cli.server.answers import ChatAnswer
+from sglang_hcache.cli.server.client import Message, ServerClient
 from sglang_hcache.cli.server.process import ServerProcess
 
 LOGPROB_TOLERANCE = 1e-3
 """Two float32 answers are equal if their tokens are, and their logprobs within this."""
 _SAVING_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDifference:
+    """How far two answers to one prompt are apart."""
+
+    same_tokens: bool
+    logprob: float
+    """Largest difference between the logprobs of tokens at the same place; infinite if there is none to compare."""
+
+    def is_within(self, tolerance: float) -> bool:
+        """Whether the answers count as equal."""
+        return self.same_tokens and self.logprob <= tolerance
+
+
+def compare_answers(one: ChatAnswer, other: ChatAnswer) -> AnswerDifference:
+    """Compare token by token."""
+    same_tokens = [token.text for token in one.tokens] == [token.text for token in other.tokens]
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    differences = [abs(a.logprob - b.logprob) for a, b in pairs]
+    # A NaN must not hide: it would compare as neither larger nor smaller.
+    if not differences or any(difference != difference for difference in differences):
+        return AnswerDifference(same_tokens, float("inf"))
+    return AnswerDifference(same_tokens, max(differences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +70,7 @@ class ServerPair:
     writes in the background must not slow down the measurement of the other server.
     """
 
-    def __init__(self, tier: ChatClient, reference: ChatClient) -> None:
+    def __init__(self, tier: ServerClient, reference: ServerClient) -> None:
         self._tier = tier
         self._reference = reference
         self._tier_first = True

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from sglang_hcache.cli.server.client import ChatError
+from sglang_hcache.cli.server.answers import ChatError
 from sglang_hcache.cli.server.process import ServerProcessError
 from sglang_hcache.device.memory import host_buffer
 

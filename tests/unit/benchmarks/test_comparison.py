@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_hcache.cli.server.client import TokenSources
+from sglang_hcache.cli.server.answers import TokenSources
 
 Import = Callable[[str], Any]
 

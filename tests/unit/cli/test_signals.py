@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,29 @@ def test_a_command_gets_ctrl_c_as_python_has_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(main, "main", lambda: seen.append(signal.getsignal(signal.SIGINT)))
     entry.main()
     assert seen == [signal.default_int_handler]
+
+
+def test_ctrl_c_while_a_server_is_silent_ends_a_command_without_a_word() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from sglang_hcache.cli.entry import main; main()", "top", "--url", url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        try:
+            server.settimeout(60)
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(1) == b"G"
+                process.send_signal(signal.SIGINT)
+                assert process.communicate(timeout=60) == ("", "")
+            assert process.returncode == 130
+        finally:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from sglang_hcache.cli.main import app
-from sglang_hcache.cli.server.client import ChatError
+from sglang_hcache.cli.server.answers import ChatError
 from sglang_hcache.cli.top import Sample, render
 from sglang_hcache.core.config import environment_with
 from sglang_hcache.core.errors import ConfigError, HCacheError
@@ -148,7 +148,7 @@ def test_seconds_saved_and_lost() -> None:
 def checked(monkeypatch: pytest.MonkeyPatch, *options: str, **told: Any) -> Result:
     server = Server(looks=1)
     monkeypatch.setattr(server, "tier_state", lambda: state() | told)
-    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: server)
+    monkeypatch.setattr("sglang_hcache.cli.top.ServerClient", lambda *_, **__: server)
     return CliRunner().invoke(app, ["top", "--check", *options])
 
 
@@ -193,7 +193,7 @@ def test_a_state_of_another_version_is_told_in_a_line(
 ) -> None:
     server = Server(looks=9)
     monkeypatch.setattr(server, "tier_state", lambda: state(store__errors=1) | broken)
-    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: server)
+    monkeypatch.setattr("sglang_hcache.cli.top.ServerClient", lambda *_, **__: server)
     result = CliRunner().invoke(app, ["top", *options])
     assert isinstance(result.exception, HCacheError)
     assert "its state is not that of this version of hcache" in str(result.exception)
@@ -227,15 +227,15 @@ def test_a_password_in_an_address_that_is_refused_is_not_told(url: str) -> None:
 
 def test_a_password_in_an_address_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["top", "--url", "http://me:pa55@127.0.0.1:1", "--once"])
-    assert "http://127.0.0.1:1/server_info" in str(result.exception)
+    assert "http://127.0.0.1:1 cannot be reached" in str(result.exception)
     assert "pa55" not in str(result.exception)
-    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: Server(looks=2))
+    monkeypatch.setattr("sglang_hcache.cli.top.ServerClient", lambda *_, **__: Server(looks=2))
     result = CliRunner().invoke(app, ["top", "--url", "http://me:pa55@there", "--once", "--interval", "0.1"])
     assert result.stdout.startswith("http://there ")
 
 
 class Server:
-    """Stands for ``ChatClient``: answers ``looks`` times, then somebody presses Ctrl-C."""
+    """Stands for ``ServerClient``: answers ``looks`` times, then somebody presses Ctrl-C."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
@@ -254,7 +254,7 @@ class Server:
 
 
 def test_into_a_pipe_each_look_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: Server(looks=3))
+    monkeypatch.setattr("sglang_hcache.cli.top.ServerClient", lambda *_, **__: Server(looks=3))
     result = CliRunner().invoke(app, ["top", "--interval", "0.1"])
     assert result.exit_code == 0
     assert result.stdout.count("restores done") == 3
@@ -273,7 +273,7 @@ def test_an_answer_that_does_not_come_does_not_end_what_looks_again(
         return answer()
 
     monkeypatch.setattr(server, "tier_state", tier_state)
-    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: server)
+    monkeypatch.setattr("sglang_hcache.cli.top.ServerClient", lambda *_, **__: server)
     result = CliRunner().invoke(app, ["top", "--interval", "0.1", *options])
     assert result.exit_code == 0
     assert result.stderr == f"hcache: {lost}\n"
@@ -312,7 +312,7 @@ def test_a_low_window_shows_what_went_wrong_first() -> None:
 def test_an_interval_that_nobody_can_wait_for_is_refused(
     monkeypatch: pytest.MonkeyPatch, interval: str
 ) -> None:
-    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: Server(looks=1))
+    monkeypatch.setattr("sglang_hcache.cli.top.ServerClient", lambda *_, **__: Server(looks=1))
     result = CliRunner().invoke(app, ["top", "--interval", interval], env={"COLUMNS": "200"})
     assert "--interval" in f"{result.output}{result.exception}"
     assert result.exit_code == 2 or isinstance(result.exception, ConfigError)
@@ -324,7 +324,7 @@ def in_terminal(kind: str, tmp_path: Path) -> tuple[subprocess.Popen[bytes], int
     program.write_text(
         "from sglang_hcache.cli import top\n"
         "from tests.unit.cli.test_top import Server\n"
-        "top.ChatClient = lambda *_, **__: Server(looks=10**6)\n"
+        "top.ServerClient = lambda *_, **__: Server(looks=10**6)\n"
         "top.top(interval=0.1)\n"
     )
     ours, theirs = pty.openpty()

@@ -16,12 +16,12 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang_hcache.cli.chat.client import AnswerOptions, AsyncChatClient
 from sglang_hcache.cli.chat.page.answer_html import code_css
 from sglang_hcache.cli.chat.page.tab import ChatPage, PageTexts
-from sglang_hcache.cli.chat.session import Session, Sessions
+from sglang_hcache.cli.chat.session import AnswerOptions, Session, Sessions
 from sglang_hcache.cli.chat.watch import Watch
-from sglang_hcache.cli.server.client import ChatError
+from sglang_hcache.cli.server.answers import ChatError
+from sglang_hcache.cli.server.client import ServerClient
 
 _TITLE = "hcache chat"
 _FOLDER = Path(__file__).parent
@@ -71,14 +71,12 @@ class ChatApp:
 
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
-        self._sessions = Sessions(lambda: Session(self._server, self._watch))
+        self._sessions = Sessions(lambda: Session(self._server, self._watch, settings.options))
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """On the page's event loop."""
-        self._server = AsyncChatClient(
-            self._settings.url, self._settings.options, api_key=self._settings.api_key
-        )
+        self._server = ServerClient(self._settings.url, api_key=self._settings.api_key)
         self._watch = Watch(self._server)
         self._tasks = [
             asyncio.create_task(work)
@@ -94,7 +92,7 @@ class ChatApp:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.close()
+        await asyncio.to_thread(self._server.close)
 
     def page(self) -> None:
         """Build the page for one tab."""
@@ -110,8 +108,7 @@ class ChatApp:
         try:
             await self._server.info()
         except ChatError as error:
-            problem = str(error).removesuffix(".")
-            print(f"hcache chat: warning: {problem}. The page tries again", file=sys.stderr, flush=True)
+            print(f"hcache chat: warning: {error}. The page tries again", file=sys.stderr, flush=True)
 
     async def _end_when_over(self) -> None:
         while not self._settings.is_over():

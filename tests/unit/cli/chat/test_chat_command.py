@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_hcache.cli.chat import command
-from sglang_hcache.cli.chat.client import AnswerOptions
+from sglang_hcache.cli.chat.session import AnswerOptions
 from sglang_hcache.cli.logbooks import starters
 from sglang_hcache.cli.main import app
 from sglang_hcache.core.errors import ConfigError

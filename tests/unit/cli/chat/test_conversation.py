@@ -17,7 +17,7 @@ from sglang_hcache.cli.chat.conversation import (
     Selection,
     title_of,
 )
-from sglang_hcache.cli.server.client import StreamReader, TokenSources
+from sglang_hcache.cli.server.answers import StreamReader, TokenSources
 
 
 def reader(*pieces: str, whole: bool = True, finish: str = "stop") -> StreamReader:

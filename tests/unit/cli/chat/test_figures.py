@@ -20,7 +20,7 @@ from sglang_hcache.cli.chat.figures import (
     trouble_text,
 )
 from sglang_hcache.cli.chat.watch import Look, Reach
-from sglang_hcache.cli.server.client import TokenSources
+from sglang_hcache.cli.server.answers import TokenSources
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.metrics import events_of
 from tests.unit.cli.test_top import state
@@ -160,6 +160,6 @@ def test_results_are_those_of_the_metric() -> None:
     [(Reach.UP, ""), (Reach.UNKNOWN, ""), (Reach.AWAY, "conversations stay"), (Reach.BUSY, "busy")],
 )
 def test_trouble(reach: Reach, said: str) -> None:
-    shown = trouble_text(Look(reach=reach, problem="http://here cannot be reached."))
+    shown = trouble_text(Look(reach=reach, problem="http://here cannot be reached"))
     assert bool(shown) == bool(said)
     assert said in shown

@@ -8,9 +8,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.chat.page import app as module
 from sglang_hcache.cli.chat.page.tab import PageTexts
+from sglang_hcache.cli.chat.session import AnswerOptions
 from sglang_hcache.cli.server.ports import free_port
 
 

@@ -20,7 +20,7 @@ from sglang_hcache.cli.demo.view import DemoView, JsonView, LiveView, PlainView,
 from sglang_hcache.cli.logbooks import write_scripts
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.server import process as server_process
-from sglang_hcache.cli.server.client import AnswerToken, ChatAnswer, TokenSources
+from sglang_hcache.cli.server.answers import AnswerToken, ChatAnswer, TokenSources
 from sglang_hcache.cli.server.pair import PairedAnswer
 from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
 from sglang_hcache.core.errors import ConfigError

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, cast
 
 import pytest
 
-from sglang_hcache.cli.server.client import AnswerToken, ChatAnswer, ChatClient, Message, TokenSources
-from sglang_hcache.cli.server.pair import PairedAnswer, ServerPair, Summary, Timings
+from sglang_hcache.cli.server.answers import AnswerToken, ChatAnswer, TokenSources
+from sglang_hcache.cli.server.client import Message, ServerClient
+from sglang_hcache.cli.server.pair import PairedAnswer, ServerPair, Summary, Timings, compare_answers
 from sglang_hcache.testing.zipf import zipf_order
 
 
@@ -38,7 +40,7 @@ class FakeClient:
 def test_servers_take_turns_in_being_first_and_saving_is_over_in_between() -> None:
     events: list[str] = []
     tier, reference = FakeClient("tier", events, answer()), FakeClient("plain", events, answer(ttft_s=2.0))
-    pair = ServerPair(cast(ChatClient, tier), cast(ChatClient, reference))
+    pair = ServerPair(cast(ServerClient, tier), cast(ServerClient, reference))
     requests = [[Message(role="user", content=text)] for text in ("one", "two")]
     answers = [pair.ask(request, max_tokens=8) for request in requests]
     assert events == ["tier 8", "saved", "plain 8", "plain 8", "tier 8", "saved"]
@@ -77,3 +79,38 @@ def test_zipf_order() -> None:
     assert len(counts) == 10
     assert counts[0] / counts[1] == pytest.approx(2.0, rel=0.2)
     assert counts[0] / counts[9] == pytest.approx(10.0, rel=0.35)
+
+
+def answer_of(*tokens: tuple[str, float]) -> ChatAnswer:
+    return ChatAnswer(
+        text="".join(text for text, _ in tokens),
+        tokens=tuple(AnswerToken(text, value) for text, value in tokens),
+        sources=TokenSources(device=0, host=0, disk=0, recomputed=1),
+        ttft_s=1.0,
+        total_s=1.0,
+    )
+
+
+def test_equal_answers() -> None:
+    difference = compare_answers(answer_of(("a", -1.0), ("b", -2.0)), answer_of(("a", -1.0), ("b", -2.0005)))
+    assert difference.same_tokens
+    assert difference.logprob == pytest.approx(5e-4)
+    assert difference.is_within(1e-3)
+    assert not difference.is_within(1e-4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        answer_of(("a", -1.0), ("c", -2.0)),
+        answer_of(("a", -1.0)),
+        answer_of(),
+        answer_of(("a", -1.0), ("b", math.nan)),
+    ],
+)
+def test_unequal_answers(other: ChatAnswer) -> None:
+    assert not compare_answers(answer_of(("a", -1.0), ("b", -2.0)), other).is_within(1e-3)
+
+
+def test_no_tokens_are_not_equal() -> None:
+    assert not compare_answers(answer_of(), answer_of()).is_within(1e-3)
