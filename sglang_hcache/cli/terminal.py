@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from rich.console import Console
 
-
-def spinner_for(console: Console) -> str:
-    """The name of a spinner that ``console`` can write: rich's own is made of braille."""
-    return "dots" if console.encoding.startswith("utf") else "line"
+_LINE_EVERY_S = 30.0
 
 
 def redraws(console: Console) -> bool:
     """Whether ``console`` can draw over what it shows: TERM=dumb, as in Emacs, cannot."""
     return console.is_terminal and not console.is_dumb_terminal
+
+
+@contextlib.contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Shows what it is given beside a spinner; in a file or a pipe as lines: a stage at once, and how far it is, behind
+    a colon, once in a while.
+
+    In a terminal what is printed meanwhile comes out at ``console``, wherever standard output goes.
+    """
+    if redraws(console):
+        spinner = "dots" if console.encoding.startswith("utf") else "line"  # rich's own is made of braille
+        with console.status("", spinner=spinner) as status:
+            yield status.update
+        return
+    told_at = time.monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal told_at
+        if ":" not in text or time.monotonic() - told_at >= _LINE_EVERY_S:
+            told_at = time.monotonic()
+            print(text, file=console.file, flush=True)
+
+    yield tell
 
 
 def never_fail_to_write(stream: TextIO) -> None:

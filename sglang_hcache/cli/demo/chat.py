@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.session import AnswerOptions
 from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
-from sglang_hcache.cli.demo.view import choose_view
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.process import ServerProcess, servers_scratch
 from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.terminal import progress
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -65,14 +67,12 @@ def run_chat_demo(
         model = folder / "model"
         server = _server(folder, model, folders, scratch)
         try:
-            with choose_view(as_json=False) as view:
+            with progress(Console()) as status:
                 if not (model / "config.json").exists():
-                    view.status("Writing a random model")
+                    status("Writing a random model")
                     write_tiny_model(model, MODEL)
-                view.status("Starting a server with a random model")
-                server.start(
-                    lambda waited: view.status(f"Starting a server with a random model: {waited:.0f} s")
-                )
+                status("Starting a server with a random model")
+                server.start(lambda waited: status(f"Starting a server with a random model: {waited:.0f} s"))
             serve_page(
                 server.url,
                 host=host,

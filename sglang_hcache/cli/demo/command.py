@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort
 from sglang_hcache.cli.options import AsJson
@@ -61,7 +62,7 @@ def demo(
     """
     with ended_by_interrupts():
         from sglang_hcache.cli.demo.run import DemoSettings, run_demo
-        from sglang_hcache.cli.demo.view import choose_view
+        from sglang_hcache.cli.demo.view import JsonView, TextView
 
     _check_used(context, with_page=with_page)
     folders = _folders(dirs)
@@ -73,8 +74,7 @@ def demo(
         )
         return
     settings = DemoSettings(conversations=conversations, turns=turns, dirs=folders, keep=keep)
-    with choose_view(as_json=as_json) as view:
-        report = run_demo(settings, view)
+    report = run_demo(settings, JsonView(Console(stderr=True)) if as_json else TextView(Console()))
     if report.failure is not None:
         print(f"hcache demo: {report.failure}", file=sys.stderr)
         raise typer.Exit(1)

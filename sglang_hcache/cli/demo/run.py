@@ -11,13 +11,14 @@ from tokenizers import Tokenizer
 
 from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
-from sglang_hcache.cli.demo.view import DemoView
+from sglang_hcache.cli.demo.view import TextView
 from sglang_hcache.cli.logbooks import Script, write_scripts
 from sglang_hcache.cli.server.client import Message, ServerClient
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.pair import ServerPair, kill_all, launch_together
 from sglang_hcache.cli.server.process import ServerProcess, servers_scratch
 from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.terminal import progress
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
@@ -97,7 +98,7 @@ class _Sizes:
         return cls(pool, staging, host_size_for(staging, chunks), max(8 * states, 2**29))
 
 
-def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
+def run_demo(settings: DemoSettings, view: TextView) -> DemoReport:
     """Run it; leaves no process behind, and no file outside of what ``settings`` name.
 
     Raises:
@@ -119,21 +120,23 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         dirs = tier_folders(settings.dirs, folder)
         model = folder / "model"
         if not (model / "config.json").exists():
-            view.status("Writing a random model")
-            write_tiny_model(model, MODEL)
+            with progress(view.console) as status:
+                status("Writing a random model")
+                write_tiny_model(model, MODEL)
         scripts = write_scripts(settings.conversations, settings.turns)
         sizes = _Sizes.of(_prompt_lengths(scripts, model))
         tier, reference = _servers(folder, model, sizes, dirs, scratch)
         try:
-            view.status("Starting two servers, with and without the tier")
-            launch_together(
-                [tier, reference], lambda waited: view.status(f"Starting two servers: {waited:.0f} s")
-            )
-            view.status("")
-            with ServerClient(tier.url) as tier_client, ServerClient(reference.url) as reference_client:
-                turns = _talk(scripts, ServerPair(tier_client, reference_client), view)
-                tier_client.wait_saved()
-                state = tier_client.tier_state() or {}
+            with progress(view.console) as status:
+                status("Starting two servers, with and without the tier")
+                launch_together(
+                    [tier, reference], lambda waited: status(f"Starting two servers: {waited:.0f} s")
+                )
+                status("Talking")
+                with ServerClient(tier.url) as tier_client, ServerClient(reference.url) as reference_client:
+                    turns = _talk(scripts, ServerPair(tier_client, reference_client), view)
+                    tier_client.wait_saved()
+                    state = tier_client.tier_state() or {}
             disk = state.get("disk") or {}
             report = DemoReport(
                 turns=tuple(turns),
@@ -153,7 +156,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
     return report
 
 
-def _talk(scripts: Sequence[Script], pair: ServerPair, view: DemoView) -> list[TurnResult]:
+def _talk(scripts: Sequence[Script], pair: ServerPair, view: TextView) -> list[TurnResult]:
     """All conversations turn by turn: each comes back when all the others have been served."""
     pair.ask([Message(role="user", content="Good morning.")], max_tokens=4)  # first-use costs of both servers
     histories: list[list[Message]] = [[] for _ in scripts]

@@ -1,21 +1,15 @@
-"""How the demo shows itself: as lines, in a terminal with what goes on now below them, or as JSON."""
+"""How the demo shows itself: as a line a turn, or as JSON at the end."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import sys
-from typing import Protocol, Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.spinner import Spinner
+from rich.console import Console
 from rich.text import Text
 
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.server.pair import LOGPROB_TOLERANCE, Timings
-from sglang_hcache.cli.terminal import redraws, spinner_for
 from sglang_hcache.core.units import format_bytes
 
 _HEADING = "Prompt tokens by source; seconds to the first token, with the tier on and off"
@@ -35,45 +29,16 @@ _WIDTHS = tuple(max(len(column), 5) for column in _COLUMNS)
 """With two spaces between them, all of a row fits into 80 columns."""
 
 
-class DemoView(Protocol):
-    """Told what happens, in order. Use it as a context manager around the run."""
+class TextView:
+    """A line a turn, and a summary."""
 
-    def status(self, text: str) -> None:
-        """What is going on now; empty when there is more to see than that."""
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        """Where progress belongs, too."""
+        self._has_heading = False
 
     def turn(self, result: TurnResult) -> None:
         """One more turn has its two answers."""
-
-    def finish(self, report: DemoReport) -> None:
-        """All turns are done."""
-
-    def __enter__(self) -> DemoView: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def choose_view(*, as_json: bool) -> DemoView:
-    """The view for this process's standard output."""
-    if as_json:
-        return JsonView()
-    console = Console()
-    return LiveView(console) if redraws(console) else PlainView()
-
-
-class PlainView:
-    """One line a turn, for files and pipes."""
-
-    def __init__(self) -> None:
-        self._last = ""
-        self._has_heading = False
-
-    def status(self, text: str) -> None:
-        stage = text.split(":")[0]  # without the seconds: one line a stage
-        if stage and stage not in self._last:
-            print(stage, flush=True)
-            self._last = stage
-
-    def turn(self, result: TurnResult) -> None:
         if not self._has_heading:
             self._has_heading = True
             self._print(_HEADING)
@@ -82,67 +47,16 @@ class PlainView:
         self._print(_line(_cells(result)), style if result.answer.is_equal else "bold red")
 
     def finish(self, report: DemoReport) -> None:
-        print()
-        print("\n".join(_summary_lines(report)), flush=True)
+        """All turns are done."""
+        for line in ("", *_summary_lines(report)):
+            self.console.print(Text(line), soft_wrap=not self.console.is_terminal)
 
     def _print(self, line: str, style: str = "") -> None:
-        print(line, flush=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        self.console.print(Text(line, style), soft_wrap=True)
 
 
-class LiveView(PlainView):
-    """The same lines, and below them what goes on now."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-        self._spinner = Spinner(spinner_for(console))
-        self._status = ""
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
-
-    def _render(self) -> Group:
-        if not self._status:
-            return Group()
-        self._spinner.update(text=self._status)
-        return Group(self._spinner)
-
-    def status(self, text: str) -> None:
-        self._status = text
-
-    def turn(self, result: TurnResult) -> None:
-        super().turn(result)
-        self._status = "Talking"
-
-    def finish(self, report: DemoReport) -> None:
-        self._status = ""
-        self._live.stop()
-        self._console.print()
-        for line in _summary_lines(report):
-            self._console.print(Text(line))
-
-    def _print(self, line: str, style: str = "") -> None:
-        self._console.print(Text(line, style), soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status = ""
-        self._live.stop()
-
-
-class JsonView(PlainView):
-    """One JSON object on standard output at the end; what is going on goes to standard error."""
-
-    def status(self, text: str) -> None:
-        with contextlib.redirect_stdout(sys.stderr):
-            super().status(text)
+class JsonView(TextView):
+    """One object at the end."""
 
     def turn(self, result: TurnResult) -> None:
         pass

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,11 @@ from sglang_hcache.cli.server.process import (
     settings_arguments,
 )
 from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.terminal import redraws, spinner_for
+from sglang_hcache.cli.terminal import progress
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.profile import Profile
 
 _STARTUP_TIMEOUT_S = 3600.0  # large models take their time, and who waits sees the seconds
-_LINE_EVERY_S = 30.0
 _WARNING = "hcache: reads from the disk tier could not be measured"
 
 
@@ -64,7 +61,7 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any]) -> Measured:
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         )
         troubles: list[str] = []
-        with _progress() as show:
+        with progress(Console(stderr=True)) as show:
             try:
                 server.start(
                     lambda waited: show(f"Starting SGLang, loading the model, measuring: {waited:.0f} s")
@@ -75,7 +72,7 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any]) -> Measured:
                 # Measuring comes before the rest of a start, which may fail for reasons of its own.
                 troubles = [f"after measuring, the server did not start: {error}"]
             else:
-                show("Stopping the server")
+                show("Measured: stopping the server")
                 troubles = [
                     line[line.index("hcache: ") + len("hcache: ") :]
                     for line in server.log_text().splitlines()
@@ -86,25 +83,6 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any]) -> Measured:
                 interruptions.ignore()
                 server.kill()
         return Measured(_read(file), time.monotonic() - began, tuple(troubles))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows what it is given beside a spinner; in a file or a pipe as a line, once in a while."""
-    console = Console(stderr=True)
-    if redraws(console):
-        with console.status("Starting SGLang", spinner=spinner_for(console)) as status:
-            yield status.update
-        return
-    told_at = time.monotonic()
-
-    def tell(text: str) -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= _LINE_EVERY_S:
-            told_at = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-    yield tell
 
 
 def _read(file: Path) -> Profile:

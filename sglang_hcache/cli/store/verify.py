@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress
 
+from sglang_hcache.cli.terminal import progress, redraws
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.inspect.verify import Damage, Verification
 from sglang_hcache.store.inspect.view import StoreView
-
-_LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +34,14 @@ class VerifyOutcome:
 def run_verification(view: StoreView, *, quiet: bool) -> VerifyOutcome:
     """Verify the store, showing progress on standard output unless ``quiet``."""
     verification = Verification(view)
-    steps = verification.steps()
-    console = Console()
-    begin = time.monotonic()
-    if not quiet:
-        steps = _bar(console, steps, verification) if console.is_terminal else _lines(steps, verification)
-    sizes = list(steps)
+    begin, checked = time.monotonic(), 0
+    with nullcontext(lambda _: None) if quiet else _progress(verification.total_bytes) as show:
+        for size in verification.steps():
+            checked += size
+            show(checked)
     return VerifyOutcome(
         runs=len(view.places) + len(view.torn) - verification.unavailable_runs,
-        checked_bytes=sum(sizes),
+        checked_bytes=checked,
         seconds=time.monotonic() - begin,
         damages=verification.damages,
         lost_runs=verification.lost_runs,
@@ -62,32 +54,18 @@ def speed(size: int, seconds: float) -> str:
     return f"{format_bytes(size / max(seconds, 1e-3))}/s"
 
 
-def _bar(console: Console, steps: Iterator[int], verification: Verification) -> Iterator[int]:
-    columns = (
-        TextColumn("verifying"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=verification.total_bytes)
-        for size in steps:
-            progress.advance(task, size)
-            yield size
-
-
-def _lines(steps: Iterator[int], verification: Verification) -> Iterator[int]:
-    begin = shown = time.monotonic()
-    done = 0
-    for size in steps:
-        yield size
-        done += size
-        now = time.monotonic()
-        if now - shown >= _LINE_EVERY_S:
-            shown = now
-            print(
-                f"checked {format_bytes(done)} of {format_bytes(verification.total_bytes)} "
-                f"({done / verification.total_bytes:.0%}), {speed(done, now - begin)}",
-                flush=True,
-            )
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Shows on standard output how many bytes are checked: with a bar and the time left in a terminal."""
+    console = Console()
+    if redraws(console):
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task("verifying", total=total_bytes)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    begin, total = time.monotonic(), format_bytes(total_bytes)
+    with progress(console) as show:
+        yield lambda done: show(
+            f"verifying: {format_bytes(done)} of {total} ({done / total_bytes:.0%}), "
+            f"{speed(done, time.monotonic() - begin)}"
+        )

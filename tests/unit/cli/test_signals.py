@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from sglang_hcache.cli import entry, main
 from sglang_hcache.cli.demo import run as demo
 from sglang_hcache.cli.demo.run import DemoSettings, run_demo
-from sglang_hcache.cli.demo.view import JsonView
+from sglang_hcache.cli.demo.view import TextView
 from sglang_hcache.cli.server.pair import launch_together
 from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -169,7 +170,7 @@ def test_a_demo_that_gets_signal_after_signal_kills_both_servers_and_removes_its
     monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
     monkeypatch.setattr(demo, "_servers", lambda *_: servers)
     with pytest.raises(KeyboardInterrupt):
-        run_demo(DemoSettings(), JsonView())
+        run_demo(DemoSettings(), TextView(Console()))
     assert [server.is_killed for server in servers] == [True, True]
     assert list(tmp_path.iterdir()) == []
 

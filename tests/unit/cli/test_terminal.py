@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import time
 from pathlib import Path
 from typing import cast
 
@@ -13,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from sglang_hcache.cli import main as command
+from sglang_hcache.cli import terminal as terminal_module
 from sglang_hcache.cli.demo import chat as demo_chat
-from sglang_hcache.cli.demo.view import LiveView
-from sglang_hcache.cli.profile import run as profile_run
-from sglang_hcache.cli.terminal import spinner_for
+from sglang_hcache.cli.terminal import progress
 from tests.waiting import wait_until
 
 
@@ -34,11 +32,6 @@ class Terminal(io.TextIOWrapper):
         return cast(io.BytesIO, self.buffer).getvalue().decode(self.encoding)
 
 
-@pytest.mark.parametrize(("encoding", "spinner"), [("utf-8", "dots"), ("ascii", "line"), ("latin-1", "line")])
-def test_the_spinner_is_one_that_the_terminal_can_show(encoding: str, spinner: str) -> None:
-    assert spinner_for(Console(file=Terminal(encoding))) == spinner
-
-
 def on_terminal(monkeypatch: pytest.MonkeyPatch, encoding: str) -> Terminal:
     """What standard output and error are from now on. No fixture: pytest would put its own streams back."""
     terminal = Terminal(encoding)
@@ -48,34 +41,36 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, encoding: str) -> Terminal:
     return terminal
 
 
-def test_progress_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = on_terminal(monkeypatch, "latin-1")
-    with profile_run._progress() as show:
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    terminal = on_terminal(monkeypatch, encoding)
+    with progress(Console(stderr=True)) as show:
         show("Measuring")
     assert "Measuring" in terminal.written
+    assert terminal.written.isascii() == (encoding == "latin-1")
 
 
-def test_progress_of_a_profile_without_a_terminal(
+def test_progress_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with profile_run._progress() as show:
+    with progress(Console(stderr=True)) as show:
+        show("Measuring")
         show("Measuring: 1 s")
-    monkeypatch.setattr(profile_run, "_LINE_EVERY_S", 0.05)
-    with profile_run._progress() as show:
-        for text in ("Measuring: 2 s", "Measuring: 3 s"):
-            show(text)
-        time.sleep(0.06)
-        for text in ("Measuring: 4 s", "Measuring: 5 s"):
-            show(text)
-    assert capsys.readouterr() == ("", "Measuring: 4 s\n")
+        monkeypatch.setattr(terminal_module, "_LINE_EVERY_S", 0.0)
+        show("Measuring: 2 s")
+    assert capsys.readouterr() == ("", "Measuring\nMeasuring: 2 s\n")
 
 
-def test_progress_of_the_demos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_progress_in_a_terminal_that_cannot_draw_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch, "utf-8")
+    monkeypatch.setenv("TERM", "dumb")
+    with progress(Console()) as show:
+        show("Measuring")
+    assert terminal.written == "Measuring\n"
+
+
+def test_progress_of_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     terminal = on_terminal(monkeypatch, "latin-1")
-    with LiveView(Console()) as view:
-        view.status("Starting two servers")
-        view._live.refresh()
-    assert "Starting two servers" in terminal.written
 
     def is_told(text: str) -> None:
         wait_until(lambda: text in terminal.written)

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,7 @@ from sglang_hcache.cli.demo import chat
 from sglang_hcache.cli.demo import run as demo
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.run import DemoSettings
-from sglang_hcache.cli.demo.view import DemoView, JsonView, LiveView, PlainView, choose_view
+from sglang_hcache.cli.demo.view import JsonView, TextView
 from sglang_hcache.cli.logbooks import write_scripts
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.server import process as server_process
@@ -52,8 +53,7 @@ def _report(*, restored: int = 896, wrong_by: float = 0.0) -> DemoReport:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, report: DemoReport, *arguments: str) -> tuple[int, str]:
-    def fake(_settings: DemoSettings, view: DemoView) -> DemoReport:
-        view.status("Starting: 1 s")
+    def fake(_settings: DemoSettings, view: TextView) -> DemoReport:
         for turn in report.turns:
             view.turn(turn)
         view.finish(report)
@@ -96,15 +96,13 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["failure"] is None
 
 
-def test_live_lines_of_80_columns() -> None:
-    file = io.StringIO()
-    console = Console(force_terminal=True, width=80, height=24, file=file, record=True)
+def test_lines_of_80_columns() -> None:
+    console = Console(force_terminal=True, width=80, height=24, file=io.StringIO(), record=True)
     report = _report()
-    with LiveView(console) as view:
-        view.status("Starting")
-        for turn in report.turns:
-            view.turn(turn)
-        view.finish(report)
+    view = TextView(console)
+    for turn in report.turns:
+        view.turn(turn)
+    view.finish(report)
     shown = console.export_text()
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert rows.count("turn chat prompt GPU host disk recomputed TTFT (s) off (s) ratio") == 1
@@ -116,14 +114,6 @@ def test_live_lines_of_80_columns() -> None:
 def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     _, output = _run(monkeypatch, _report())
     assert "\x1b" not in output
-    assert isinstance(JsonView(), PlainView)
-
-
-def test_a_terminal_that_cannot_draw_over_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    for kind, view in (("xterm", LiveView), ("dumb", PlainView)):
-        monkeypatch.setenv("TERM", kind)
-        assert type(choose_view(as_json=False)) is view
 
 
 @pytest.mark.parametrize(
@@ -150,15 +140,34 @@ def test_the_servers_leave_their_temporary_files_in_a_folder_that_goes(
     monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
     monkeypatch.setattr(demo, "launch_together", launch)
     with pytest.raises(ServerProcessError):
-        demo.run_demo(DemoSettings(), JsonView())
+        demo.run_demo(DemoSettings(), TextView(Console()))
     assert len(folders) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_json_goes_to_standard_output_while_a_terminal_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = MagicMock()
+    client.__enter__.return_value.tier_state.return_value = None
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(demo, "has_gpu", lambda: False)
+    monkeypatch.setattr(demo, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
+    monkeypatch.setattr(demo, "_servers", lambda *_: (MagicMock(), MagicMock()))
+    monkeypatch.setattr(demo, "launch_together", lambda *_: None)
+    monkeypatch.setattr(demo, "ServerClient", lambda _: client)
+    monkeypatch.setattr(demo, "_talk", lambda *_: _report().turns)
+    demo.run_demo(DemoSettings(), JsonView(Console(stderr=True, force_terminal=True)))
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["turns"]) == 2
+    assert "Talking" in err
 
 
 def test_a_machine_with_a_gpu_is_told_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "has_gpu", lambda: True)
     with pytest.raises(ConfigError, match=r"hcache demo --chat"):
-        demo.run_demo(DemoSettings(), JsonView())
+        demo.run_demo(DemoSettings(), TextView(Console()))
 
 
 def test_a_page_on_a_gpu_shows_restores_in_a_type_that_it_serves(

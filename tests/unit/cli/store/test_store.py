@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sglang_hcache.cli import terminal
 from sglang_hcache.cli.store import verify as store_verify
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.core.observer import Counters
@@ -301,16 +302,19 @@ def test_verify_finds_a_flipped_byte_and_says_where(hcache: Hcache, dirs: tuple[
 def test_verify_shows_its_progress(
     dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(store_verify, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(terminal, "_LINE_EVERY_S", 0.0)
     with StoreView.open(dirs) as view:
         outcome = store_verify.run_verification(view, quiet=False)
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 6
         assert "(100%)" in lines[-1]
         assert "/s" in lines[-1]
+        monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setattr(store_verify, "Console", lambda: Console(force_terminal=True, width=100))
         assert store_verify.run_verification(view, quiet=False).checked_bytes == outcome.checked_bytes
-    assert "verifying" in capsys.readouterr().out
+        assert re.search(r"verifying .*100%.*\d:\d\d:\d\d", capsys.readouterr().out)
+        store_verify.run_verification(view, quiet=True)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_fsck_and_its_rebuild(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
