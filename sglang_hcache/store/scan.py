@@ -32,8 +32,6 @@ _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
 _NO_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR})
 """There is no file, or none of ours."""
-_FAILURES_ALLOWED = 16
-"""Reads of a file: a bad sector costs fewer, and more of them may take for ever."""
 _NEAR_BYTES = 2**16
 """Parts that are smaller are read in windows, several headers at once."""
 
@@ -97,11 +95,10 @@ def _scan(number: int, volumes: Sequence[Volume]) -> tuple[Found, int]:
     for volume in volumes:
         if not volume.health.readable:
             continue
-        in_file = _places_in(volume, number, len(volumes))
-        is_believed = in_file.is_all or (in_file.reaches_end and bool(in_file.places))
-        read |= is_believed << volume.stripe
-        unread |= (not in_file.is_all) << volume.stripe
-        for place, begins_part in in_file.places:
+        places, is_all = _places_in(volume, number, len(volumes))
+        read |= is_all << volume.stripe
+        unread |= (not is_all) << volume.stripe
+        for place, begins_part in places:
             there[place] |= begins_part << volume.stripe
     items = [(place, _parts_of(place) & read & ~mask) for place, mask in there.items()]
     return sorted(items, key=lambda item: item[0].age), unread
@@ -112,26 +109,18 @@ def _parts_of(place: RunPlace) -> int:
     return mask_of(stripe for stripe, size in enumerate(place.shape.part_bytes) if size)
 
 
-@dataclass(frozen=True, slots=True)
-class _InFile:
-    """What the headers in one file say."""
+def _places_in(volume: Volume, number: int, num_stripes: int) -> tuple[list[tuple[RunPlace, bool]], bool]:
+    """What the headers in the file of a segment in one directory say.
 
-    places: list[tuple[RunPlace, bool]]
-    """Runs, and whether it is a first header that says so."""
-    is_all: bool
-    """No read has failed."""
-    reaches_end: bool
-
-
-def _places_in(volume: Volume, number: int, num_stripes: int) -> _InFile:
-    """Of the file of a segment in one directory."""
+    Returns:
+        Runs, and whether it is a first header that says so; and whether no read has failed.
+    """
     health = volume.health
     caller = DeadlineCaller("hcache-scan", health.hangs, health.returned)
 
-    def read() -> _InFile:
+    def read() -> tuple[list[tuple[RunPlace, bool]], bool]:
         file = _File(volume.directory.open_to_read(number, False), caller.goes_on)
-        places = [*_scan_file(file, (number, volume.stripe, num_stripes))]
-        return _InFile(places, file.is_sound, not file.is_given_up)
+        return [*_scan_file(file, (number, volume.stripe, num_stripes))], file.is_sound
 
     try:
         return caller.call(read, volume.patience_s)
@@ -140,16 +129,13 @@ def _places_in(volume: Volume, number: int, num_stripes: int) -> _InFile:
             raise  # it says nothing of the file, which would be deleted as one without runs
         if error.errno in GONE_ERRNOS:
             health.failed(error, writing=False)
-        is_none = error.errno in _NO_FILE_ERRNOS
-        return _InFile([], is_all=is_none, reaches_end=is_none)
+        return [], error.errno in _NO_FILE_ERRNOS
     finally:
         caller.close(0.0)
 
 
 class _File:
-    """A segment's file; after each call it says that it goes on. What cannot be read counts as zeros.
-
-    Where too much cannot be read, it ends.
+    """A segment's file, which ends where it cannot be read; after each call it says that it goes on.
 
     Raises:
         OSError: the device is gone, or this process lacks something.
@@ -158,39 +144,19 @@ class _File:
     def __init__(self, file: OpenFile, go_on: Callable[[], None]) -> None:
         self._file = file
         self._go_on = go_on
-        self._careful_until = 0
-        self._failures = 0
+        self.is_sound = True
+        """No read has failed."""
         self._window, self._window_at = b"", 0
         self.size = os.fstat(file.fd).st_size
 
-    @property
-    def is_sound(self) -> bool:
-        """No read has failed."""
-        return not self._failures
-
-    @property
-    def is_given_up(self) -> bool:
-        """Too many have: the rest was not read."""
-        return self._failures > _FAILURES_ALLOWED
-
     def read(self, size: int, offset: int) -> bytes:
-        """From ``offset`` on; a block only where the device has failed nearby."""
-        if offset < self._careful_until:
-            size = BLOCK
         try:
             data = os.pread(self._file.fd, size, offset)
         except OSError as error:
             if error.errno in OWN_ERRNOS | GONE_ERRNOS:
                 raise
-            self._failures += 1
-            if self.is_given_up:
-                self.size = 0  # what was found before counts
-                return b""
-            self._go_on()
-            if size == BLOCK:
-                return bytes(BLOCK)
-            self._careful_until = offset + size
-            return self.read(BLOCK, offset)
+            self.is_sound, self.size = False, 0  # what was found before counts
+            data = b""
         self._go_on()
         return data
 

@@ -17,7 +17,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.looking import look_at
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
-from tests.unit.store.conftest import fail, preads, wait_until
+from tests.unit.store.conftest import wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (32768,) * 3
@@ -101,17 +101,6 @@ def test_a_long_scan_says_how_far_it_is(
     thread.join(60)
     assert found == [6]
     sight.close()
-
-
-def test_a_block_that_cannot_be_read_hides_its_run_only(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(small_config(tmp_path, 1, segment=2**22))
-    for keys in RUNS[:3]:
-        write_keys(store, keys, LAYERS)
-    places = [Inside(store).run_of(keys[0]).place for keys in RUNS[:3]]
-    assert len({place.segment for place in places}) == 1
-    with preads(lambda _, at: places[1].offsets[0] in at and fail()):
-        found = scan_segments([places[0].segment], Inside(store).volumes).runs
-    assert found == [(places[0], 0), (places[1], 1), (places[2], 0)]
 
 
 def test_an_error_of_this_process_ends_the_scan_at_once(

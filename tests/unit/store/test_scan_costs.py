@@ -57,7 +57,7 @@ def test_behind_what_was_erased_a_start_reads_little(tmp_path: Path, monkeypatch
     assert sum(read) < files * 2**18 + 12 * 4 * BLOCK, "a window at the front of each file, then blocks"
 
 
-def test_after_many_failed_reads_what_was_found_before_counts(
+def test_after_a_failed_read_what_was_found_before_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config(tmp_path, segment=2**24, size=2**27)
@@ -81,7 +81,7 @@ def test_after_many_failed_reads_what_was_found_before_counts(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", failing)
         store = DiskStore.open(config, Counters())
-    assert len(failed) == 17, "a device that fails may take long each time"
+    assert len(failed) == 1, "a device that fails may take long each time"
     assert [match_keys(store, keys) for keys in runs] == [4, 4, 4, 0, 0, 0]
     store.close()
     assert [item.runs for item in state_of(config.dirs[0]).segments.values()] == [6]

@@ -134,19 +134,6 @@ def test_they_go_when_their_room_is_needed(tmp_path: Path, monkeypatch: pytest.M
     store.close()
 
 
-def test_many_bad_blocks_one_after_the_other_take_no_directory_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is an answer of the device."""
-    config = replace(small_config(tmp_path, segment=2**20), io_timeout_s=2.0)
-    write_without(config, None, RUNS, monkeypatch)
-    first = min(config.dirs[0].glob("*.seg"))
-    with preads(lambda path, at: path == first and at[0] < 2**18 and fail(after_s=0.06)):
-        store = DiskStore.open(config, Counters())
-    assert conditions(store) == ["healthy"]
-    store.close()
-
-
 def test_a_file_of_many_headers_may_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than one operation may."""
     config = replace(small_config(tmp_path, segment=2**22, size=2**25), io_timeout_s=1.0)
