@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from functools import partial
-
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.saved import SavedState
-from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import MEASURE_S, Volume
-
-logger = logging.getLogger(__name__)
 
 
 class Reconciler:
@@ -53,8 +46,6 @@ class Reconciler:
                 segment.note(volume.stripe, files[segment.number])
                 if segment.is_unread:
                     segment.used[volume.stripe] = files[segment.number].size
-                elif segment.sealed:
-                    self._trim(segment, volume, files[segment.number].size)
         left = self._catalog.segments()
         known = [*left, *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
@@ -67,18 +58,3 @@ class Reconciler:
             else:
                 self._remover.remember_stray(volume.stripe, number, files[number])
         return max([first - 1, *files]), unknown
-
-    def _trim(self, segment: Segment, volume: Volume, size: int) -> None:
-        """Cut a file of ``size`` bytes that could not be cut when its segment was sealed."""
-        used, directory = segment.used[volume.stripe], volume.directory
-        if size <= used:
-            return
-        try:
-            volume.attempt(partial(directory.trim_segment, segment.number, used))
-            left = volume.attempt(partial(directory.segment_bytes, segment.number))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            logger.warning("hcache: could not trim segment %d in %s: %s", segment.number, volume.path, error)
-        else:
-            segment.accounted[volume.stripe] = left + FILE_SLACK_BYTES

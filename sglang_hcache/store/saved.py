@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.format.state import SegmentState, State
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.volumes.opening import publish
-from sglang_hcache.store.volumes.volume import Volume
+from sglang_hcache.store.volumes.volume import Volume, in_each
 
 _BYTES_PER_S = 2**16
 """What states take of a directory's writes at most, but for those that cannot wait."""
@@ -158,26 +157,13 @@ class SavedState:
         """Write it down; returns in which directories. Raises StoreError: in none."""
         state = replace(state, serial=self._state.serial + 1)
         text = state.to_bytes()
-        taken = self._write(text)
+        taken = in_each(
+            self._targets(), lambda volume: volume.directory.write_state(text), "cannot write the state"
+        )
         self._tried = {volume.stripe for volume in self._targets()} | taken
         self._state = state
         self._next_at = time.monotonic() + len(text) / _BYTES_PER_S
         return taken
-
-    def _write(self, text: bytes) -> set[int]:
-        """Returns in which directories; raises StoreError: in none."""
-        failure: StoreError = StoreIOError("no directory takes writes")
-        written = set[int]()
-        for volume in self._targets():
-            try:
-                write = partial(volume.directory.write_state, text)
-                volume.call(write, "cannot write the state", writing=True)
-                written.add(volume.stripe)
-            except StoreError as error:
-                failure = error
-        if not written:
-            raise failure
-        return written
 
     def _publish(self) -> None:
         publish(self._volumes, self._identity)

@@ -21,7 +21,7 @@ from sglang_hcache.store.volumes.agreement import Found, agreed, in_place
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import READ_ONLY_ERRNOS, Health
 from sglang_hcache.store.volumes.mounts import check_mounted_as_listed, mount_of
-from sglang_hcache.store.volumes.volume import Volume
+from sglang_hcache.store.volumes.volume import Volume, in_each
 
 logger = logging.getLogger(__name__)
 
@@ -70,19 +70,11 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
 
 def publish(volumes: Sequence[Volume], identity: StoreIdentity) -> None:
     """Write ``identity`` to every directory that takes writes. Raises StoreError if none took it."""
-    failure: StoreError = StoreIOError("no directory takes writes")
-    written = 0
-    for volume in volumes:
-        if volume.health.writable:
-            try:
-                block = Superblock(identity, volume.stripe)
-                write = partial(volume.directory.write_superblock, block)
-                volume.call(write, "cannot write the superblock", writing=True)
-                written += 1
-            except StoreError as error:
-                failure = error
-    if not written:
-        raise failure
+    in_each(
+        [volume for volume in volumes if volume.health.writable],
+        lambda volume: volume.directory.write_superblock(Superblock(identity, volume.stripe)),
+        "cannot write the superblock",
+    )
 
 
 def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, OSError | None]:

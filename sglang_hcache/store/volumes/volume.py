@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from sglang_hcache.core.errors import StoreFullError, StoreIOError, StoreTimeoutError
+from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError, StoreTimeoutError
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -181,3 +181,18 @@ class Volume:
         """Release the lock, once: behind a call that hangs, when that has ended. False if it is not released yet."""
         self._caller.post(self.directory.lock.release)
         return self._caller.close(timeout_s)
+
+
+def in_each(volumes: Sequence[Volume], write: Callable[[Volume], None], doing: str) -> set[int]:
+    """Have ``write`` done in each of ``volumes``; returns in which it was. Raises StoreError: in none."""
+    failure: StoreError = StoreIOError("no directory takes writes")
+    done = set[int]()
+    for volume in volumes:
+        try:
+            volume.call(partial(write, volume), doing, writing=True)
+            done.add(volume.stripe)
+        except StoreError as error:
+            failure = error
+    if not done:
+        raise failure
+    return done
