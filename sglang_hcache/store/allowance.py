@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from sglang_hcache.core.errors import WriteBudgetError
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.state import read_value
-from sglang_hcache.store.steadiness import Steadiness
 
 _HOUR_S = 3600
 _WINDOW_HOURS = 24
-"""Whole ones that count beside the present one: bytes of the last 24 hours, and of up to one more."""
+"""Whole ones that count, before the present one and after it: the clock may have been set back."""
 _HOURS_KEPT = 100
-"""More than count: a clock that is ahead for a moment does not make what was written before it forgotten."""
+"""More than count: a clock that is wrong for a moment does not make what was written before it forgotten."""
 _SHARE_OF_NEW = 0.8
 """Chunks that were never used again may take up to this share of the budget."""
 
@@ -29,18 +28,11 @@ class WriteAllowance:
     Args:
         budget_bytes: most in any 24 hours; None: unlimited, only counted.
         hours: bytes by hour since the epoch, from an earlier :meth:`to_json`.
-        is_steady: whether the clock that shows a time is to be believed; None: what :class:`Steadiness` says.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int | None,
-        hours: Mapping[int, int] | None = None,
-        is_steady: Callable[[float], bool] | None = None,
-    ) -> None:
+    def __init__(self, budget_bytes: int | None, hours: Mapping[int, int] | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._hours = dict(hours or {})
-        self._is_steady = Steadiness() if is_steady is None else is_steady
         self._lock = threading.Lock()
 
     @classmethod
@@ -63,7 +55,7 @@ class WriteAllowance:
     def written(self, now_s: float) -> int:
         """Bytes written in the 24 hours before ``now_s`` (seconds since the epoch), and in up to one hour more.
 
-        Hours that lie in the future count, too: the clock was set back, or is wrong now.
+        What is dated up to 24 hours later counts as well.
         """
         with self._lock:
             return self._written(now_s)
@@ -83,15 +75,15 @@ class WriteAllowance:
             WriteBudgetError: not within the budget; nothing is counted.
         """
         with self._lock:
-            hour = self._hour(now_s)
+            hour = int(now_s // _HOUR_S)
             if not self._allows(size, 1.0, now_s):
                 budget = format_bytes(self.budget_bytes or 0)
                 raise WriteBudgetError(
                     f"{budget} in 24 hours are (nearly) used up (--hcache-disk-write-budget)"
                 )
             self._hours[hour] = self._hours.get(hour, 0) + size
-            for old in sorted(self._hours)[:-_HOURS_KEPT]:
-                del self._hours[old]
+            for far in sorted(self._hours, key=lambda item: abs(item - hour))[_HOURS_KEPT:]:
+                del self._hours[far]
         try:
             yield
         except BaseException:
@@ -99,20 +91,12 @@ class WriteAllowance:
                 self._hours[hour] = max(0, self._hours.get(hour, 0) - size)
             raise
 
-    def _hour(self, now_s: float) -> int:
-        """To which one bytes are added. While the clock may be behind, the last one: it will be right again."""
-        hour = int(now_s // _HOUR_S)
-        return hour if self._is_steady(now_s) else max([hour, *self._hours])
-
     def _allows(self, size: int, share: float, now_s: float) -> bool:
         return self.budget_bytes is None or self._written(now_s) + size <= share * self.budget_bytes
 
     def _written(self, now_s: float) -> int:
         hour = int(now_s // _HOUR_S)
-        ahead = [item for item in self._hours if item > hour] if self._is_steady(now_s) else []
-        if ahead:  # it was set back: they count from now on, and not until then again
-            self._hours[hour] = self._hours.get(hour, 0) + sum(map(self._hours.pop, ahead))
-        return sum(size for item, size in self._hours.items() if item >= hour - _WINDOW_HOURS)
+        return sum(size for item, size in self._hours.items() if abs(item - hour) <= _WINDOW_HOURS)
 
 
 def _hours_of(found: dict[Any, Any]) -> dict[int, int]:

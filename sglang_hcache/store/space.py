@@ -63,7 +63,7 @@ class Space:
         self._observer = observer
         self._remover = Remover(volumes, catalog, free_space, observer, saved.announce)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
-        self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
+        self._retention = Retention(config.max_age_s, catalog, self._remover)
         self._eraser = Eraser(volumes, catalog, self._remover)
         self._reconciler = Reconciler(catalog, saved, self._remover, observer)
         self._lock = threading.Lock()

@@ -185,13 +185,6 @@ class StoreDirectory:
         except FileNotFoundError:
             return 0
 
-    def limit_segment_time(self, segment: int, latest_s: float) -> None:
-        """A file that says it was written later than ``latest_s`` says then; it may be gone. Raises OSError."""
-        path = self.segment_path(segment)
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime > latest_s:
-                os.utime(path, (latest_s, latest_s))
-
     def unlink_segment(self, segment: int) -> None:
         """Delete a file; no matter if it is gone. Raises OSError."""
         self.segment_path(segment).unlink(missing_ok=True)

@@ -139,10 +139,6 @@ class Volume:
     def segment_sizes(self) -> dict[int, int]:
         return {number: file.size for number, file in self.segment_files().items()}
 
-    def limit_segment_time(self, segment: int, latest_s: float) -> None:
-        limit = partial(self.directory.limit_segment_time, segment, latest_s)
-        self.call(limit, "cannot set a segment file's time", writing=True, blame=False)
-
     def unlink_segment(self, segment: int) -> None:
         """Without blame: it may be the file that cannot be deleted (``chattr +i``)."""
         unlink = partial(self.directory.unlink_segment, segment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -16,11 +15,9 @@ from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store import retention as retention_module
 from sglang_hcache.store import segments as segments_module
 from sglang_hcache.store import space as space_module
-from sglang_hcache.store import steadiness as steadiness_module
 from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.segments import Segment
-from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
@@ -53,7 +50,6 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
-        monkeypatch.setattr(steadiness_module, "_STEADY_S", 0.0)  # it is believed at once
         for module in (retention_module, segments_module, space_module):
             monkeypatch.setattr(module, "time", self)
 
@@ -116,11 +112,9 @@ def test_chunks_of_a_server_that_runs(
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_looks_ask_no_file(
-    tmp_path: Path, store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looks_ask_no_file(store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold up writes: not each of them by as many calls as there are files."""
-    space, files = Inside(store).space, segment_files(config_of(tmp_path))
+    space = Inside(store).space
     clock.ahead_s = 4 * DAY
     space.tend()
     with monkeypatch.context() as patch:
@@ -128,13 +122,7 @@ def test_looks_ask_no_file(
         for day in range(4, 20):
             clock.ahead_s = day * DAY
             space._retention.enforce()
-    clock.ahead_s = -20 * DAY  # the files' time lies in the future now
-    space.tend()
-    assert max(path.stat().st_mtime for path in files) <= clock.time()
-    clock.ahead_s = 6 * DAY
-    space.tend()
-    assert match_keys(store, OLD) == 4
-    clock.ahead_s = 7 * DAY
+    clock.ahead_s = 27 * DAY
     space.tend()
     assert match_keys(store, OLD) == 0
 
@@ -213,44 +201,17 @@ def test_one_directory_is_out(
 
 
 def test_a_time_in_the_future_is_no_way_to_stay(
-    tmp_path: Path, open_store: OpenStore, store: DiskStore, clock: Clock
+    tmp_path: Path, open_store: OpenStore, store: DiskStore
 ) -> None:
-    """The clock was a hundred days ahead when it was written, and was set right."""
+    """The clock was ahead when it was written, and was set right: a little is no matter."""
     store.close()
     config = config_of(tmp_path)
-    grow_old(config, -100, segment_files(config)[1:])
+    grow_old(config, -3, segment_files(config)[1:])
     again = open_store(config)
     assert match_keys(again, OLD) == 4
-    assert all(abs(path.stat().st_mtime - time.time()) < 60 for path in segment_files(config))
-    clock.ahead_s = 28 * DAY
-    Inside(again).keeper.wake()
-    wait_until(lambda: not again.contains(OLD[0]))
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_a_machine_that_starts_in_a_wrong_year_loses_nothing(
-    tmp_path: Path, open_store: OpenStore, store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its clock is set a moment later. One that stays as it is, is believed."""
-    store.close()
-    monkeypatch.undo()
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(steadiness_module, "_STEADY_S", 3600.0)
-    files = segment_files(config_of(tmp_path))
-    before = [path.stat().st_mtime for path in files]
-    clock.ahead_s = -9000 * DAY
-    again = open_store(config_of(tmp_path))
-    assert match_keys(again, OLD) == 4
-    Inside(again).space.tend()
-    clock.ahead_s = 0.0
-    Inside(again).space.tend()
-    assert match_keys(again, OLD) == 4
-    assert [path.stat().st_mtime for path in files] == before
-    clock.ahead_s = -5 * DAY
-    Inside(again).space.tend()
-    monkeypatch.setattr(steadiness_module, "_STEADY_S", 0.0)
-    Inside(again).space.tend()
-    assert all(path.stat().st_mtime <= clock.time() for path in files)
+    again.close()
+    grow_old(config, -100, segment_files(config)[1:])
+    assert match_keys(open_store(config), OLD) == 0
 
 
 def test_who_only_looks_changes_no_time(tmp_path: Path, store: DiskStore) -> None:
@@ -290,59 +251,30 @@ def test_by_hand_without_a_server(tmp_path: Path, store: DiskStore) -> None:
     assert change.counts["store.chunks_expired"] == 4
 
 
-@pytest.mark.parametrize(("days", "stays_days"), [(10, 16), (-100, 26)])
 def test_a_directory_that_is_back_may_have_the_newer_file(
     tmp_path: Path,
     open_store: OpenStore,
     store: DiskStore,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-    days: float,
-    stays_days: float,
 ) -> None:
-    """It may even be of the future, and is of the present then."""
     store.close()
     config = config_of(tmp_path)
     first, second = segment_files(config)
     grow_old(config, 20, [first])
-    grow_old(config, days, [second])
+    grow_old(config, 10, [second])
     with monkeypatch.context() as patch:
         sick({"disk1"}, patch)
         again = open_store(config)
         [segment] = Inside(again).catalog.segments()
         assert segment.written_s == first.stat().st_mtime
     wait_until(lambda: is_healthy(again))
-    clock.ahead_s = stays_days * DAY
+    clock.ahead_s = 16 * DAY
     Inside(again).space.tend()
     assert match_keys(again, OLD) == 4
-    assert second.stat().st_mtime <= time.time()
     clock.ahead_s += DAY
     Inside(again).space.tend()
     assert match_keys(again, OLD) == 0
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_a_time_in_the_future_is_set_once_that_works(
-    tmp_path: Path, store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "for once")
-
-    inside, [first, second] = Inside(store), segment_files(config_of(tmp_path))
-    [segment] = inside.catalog.segments()
-    clock.ahead_s = -5 * DAY
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreDirectory, "limit_segment_time", fail)
-        inside.space.tend()
-    assert segment.written_s > clock.time(), "a restart would find it so"
-    inside.volumes[1].health.failed(OSError(errno.EROFS, "read-only"), writing=True)
-    inside.space.tend()
-    assert segment.written_s == first.stat().st_mtime <= clock.time() < second.stat().st_mtime
-    inside.keeper.round()
-    assert second.stat().st_mtime > clock.time(), "it is not due"
-    inside.retry_now()
-    inside.keeper.round()
-    assert second.stat().st_mtime == segment.written_s <= clock.time(), "it takes writes again"
 
 
 @pytest.mark.usefixtures("no_keeper")
