@@ -178,6 +178,15 @@ class Catalog:
             if not run.dropped:
                 self._forget(run)
 
+    def set_aside(self, run: StoredRun) -> bool:
+        """Make a run a miss until the next start finds it again; False if it is one already."""
+        with self._lock:
+            if run.dropped:
+                return False
+            run.segment.unread_runs += len(run.quarantined) < len(run.place.keys)
+            self._forget(run)
+            return True
+
     def drop_file(self, segment: Segment, stripe: int) -> int:
         """Make all runs misses that have a part in the file of ``segment`` in directory ``stripe``; says how many."""
         with self._lock:

@@ -18,24 +18,19 @@ from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 # Of a million runs: no object for each.
-_NEVER = -math.inf
 _NONE: Mapping[int, str] = MappingProxyType({})
 
 
 class StoredRun:
     """A run that is stored, or being written. Identity matters: one object for each."""
 
-    __slots__ = ("dropped", "failed_at", "failures", "place", "quarantined", "segment")
+    __slots__ = ("dropped", "place", "quarantined", "segment")
 
     def __init__(self, place: RunPlace, segment: Segment) -> None:
         self.place = place
         self.segment = segment
         self.dropped = False
         """It is gone: its chunks are misses, or other runs hold them."""
-        self.failures = 0
-        """Reads that ended in an error such as EIO, or hung."""
-        self.failed_at = _NEVER
-        """When the last one of them did."""
         self.quarantined = _NONE
         """Chunks that are not served any more, and why."""
 
@@ -73,7 +68,7 @@ class Segment:
         self.is_unread = False
         """A read of it failed at the start: nobody knows what else is in it."""
         self.unread_runs = 0
-        """It has them, as was written down, but they were not found then."""
+        """It has them, but they are not served: not found at the start, or a read of them has failed."""
         self.last_used = 0
         self.score = 0.0
         """The segment with the lowest one is evicted first."""

@@ -199,7 +199,7 @@ class DiskStore:
         Raises:
             CorruptExtentError: not the bytes that were written; those chunks are not served again.
             StoreTimeoutError: a device hangs and may still write to the memory: do not use it again.
-            StoreIOError: a device failed; at the second such error the chunks are not served again.
+            StoreIOError: a device failed; until the next start those chunks are misses.
             TierMissError: the lease is closed.
             ValueError: a wrong layer or memory.
         """
@@ -208,9 +208,8 @@ class DiskStore:
                 raise ValueError(f"layer {layer} of {len(lease.chunk_layer_bytes)}")
             check_bytes(out, len(lease.keys) * lease.chunk_layer_bytes[layer], f"memory of layer {layer}")
         with self._operations.one(), lease.reading():
-            began = time.monotonic()
             failures = self._reader.read(lease.slices, into)
-            self._judge.judge(failures, began)
+            self._judge.judge(failures)
         if failures:
             late = (item.error for item in failures if isinstance(item.error, StoreTimeoutError))
             raise next(late, failures[0].error)

@@ -104,7 +104,6 @@ def test_runs_share_what_is_the_same(tmp_path: Path) -> None:
         lambda run: run.place.namespace_id,
         lambda run: run.place.shape,
         lambda run: run.quarantined,
-        lambda run: run.failed_at,
     ):
         assert len({id(item(run)) for run in runs}) == 1
     store.close()
