@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError
@@ -59,13 +59,6 @@ class Files:
         """Numbers of segments that may hold runs."""
         return [number for number in self.numbers() if number >= self.first_segment]
 
-    def only(self, numbers: Collection[int]) -> Files:
-        """Those of these segments."""
-        found = (
-            files and {number: files[number] for number in files.keys() & numbers} for files in self.found
-        )
-        return Files(self.first_segment, [*found])
-
     def read(self, volumes: Sequence[Volume]) -> Contents:
         """What their headers say. Raises OSError."""
         scan = scan_segments(self.uncleared(), volumes)
@@ -105,87 +98,64 @@ class Contents:
         return [place for place, missing in self.found if not missing]
 
 
-class Census:
-    """Makes segments of runs, as far as files bear them out, and puts their runs into the catalog.
+def segments_of(
+    contents: Contents, state: State, volumes: Sequence[Volume], catalog: Catalog, file_bytes: int
+) -> dict[int, Segment]:
+    """Segments by number, as far as files bear runs out, which are put into the catalog; it has no segments yet.
+
+    Segments that could not be read are left as they are, until their room is needed: a later start may read them.
 
     Args:
         file_bytes: room in each file of a segment that is created now.
     """
+    segments: dict[int, Segment] = {}
+    files = contents.files
 
-    def __init__(
-        self, contents: Contents, volumes: Sequence[Volume], catalog: Catalog, file_bytes: int
-    ) -> None:
-        self._files = contents.files
-        self._unread = contents.unread
-        self._volumes = volumes
-        self._catalog = catalog
-        self._file_bytes = file_bytes
-        self.segments: dict[int, Segment] = {}
-        """By number. The catalog does not have them yet: ``Space`` adds them."""
+    def begin(number: int, members: tuple[int, ...]) -> Segment:
+        # Where nobody knows what was used last, segments count as used in the order of their numbers.
+        unknown = SegmentState() if state.serial else SegmentState(last_used=number)
+        known = state.segments.get(number, unknown)
+        # One file that cannot be seen was made as long as the others, and is cut when they are.
+        segment = segments[number] = Segment(number, volumes, members, files.longest(number))
+        segment.found = files.of(number)
+        segment.last_used, segment.score = known.last_used, known.score
+        return segment
 
-    def admit(self, place: RunPlace, known: SegmentState, quarantined: Mapping[int, str]) -> bool:
-        """Put the run at ``place`` into the catalog, unless others say that its segment has other files.
+    for place in contents.runs:
+        segment = segments.get(place.segment) or begin(place.segment, place.shape.members)
+        if segment.members == place.shape.members:
+            segment.take(place)
+            run = StoredRun(place, segment)
+            if marks := state.quarantined.get(place.run_id):
+                run.quarantined = {chunk: why for chunk, why in marks.items() if chunk < len(place.keys)}
+            catalog.adopt_run(run)
+    for number in contents.unread:
+        found = files.of(number)
+        if number in segments or found:
+            segment = segments.get(number) or begin(number, (*found,))
+            segment.is_unread = True
+            segment.unread_runs = max(0, state.segments.get(number, SegmentState()).runs - len(segment.runs))
+            for stripe in members_of(segment.mask & mask_of(found)):
+                segment.used[stripe] = max(segment.used[stripe], found[stripe].size)
+    # The last one may have been in use when the process ended: what cannot be seen of it counts in full.
+    if segments:
+        last = segments[max(segments)]
+        last.file_bytes = max(last.file_bytes, file_bytes)
+    return segments
 
-        Args:
-            known: what the state says of its segment, ...
-            quarantined: ... and of it.
-        """
-        segment = self.segments.get(place.segment)
-        if segment is None:
-            # One that cannot be seen was made as long as the others, and is cut when they are.
-            file_bytes = self._files.longest(place.segment)
-            segment = Segment(place.segment, self._volumes, place.shape.members, file_bytes)
-            segment.found = self._files.of(place.segment)
-            segment.last_used, segment.score = known.last_used, known.score
-            self.segments[place.segment] = segment
-        elif segment.members != place.shape.members:
-            return False
-        segment.take(place)
-        run = StoredRun(place, segment)
-        if quarantined:
-            run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
-        self._catalog.adopt_run(run)
-        return True
 
-    def keep_unread(self, known: Mapping[int, SegmentState]) -> None:
-        """Leave segments that could not be read as they are, until their room is needed: a later start may read them.
-
-        Args:
-            known: what the state says of segments.
-        """
-        for number in self._unread:
-            files, state = self._files.of(number), known.get(number, SegmentState())
-            if number not in self.segments and files and number >= self._files.first_segment:
-                segment = Segment(number, self._volumes, (*files,), self._files.longest(number))
-                segment.found, segment.last_used, segment.score = files, state.last_used, state.score
-                self.segments[number] = segment
-            if number in self.segments:
-                segment = self.segments[number]
-                segment.is_unread = True
-                segment.unread_runs = max(0, state.runs - len(segment.runs))
-                for stripe in members_of(segment.mask & mask_of(files)):
-                    segment.used[stripe] = max(segment.used[stripe], files[stripe].size)
-
-    def expect_uncut(self) -> None:
-        """The last segment may have been in use when the process ended: what cannot be seen of it counts in full."""
-        if self.segments:
-            last = self.segments[max(self.segments)]
-            last.file_bytes = max(last.file_bytes, self._file_bytes)
-
-    def leftovers(self) -> list[Segment]:
-        """Files of no run, as segments to be deleted."""
-        found = []
-        for number in self._files.numbers():
-            members = self.segments[number].members if number in self.segments else ()
-            strays = {
-                stripe: file for stripe, file in self._files.of(number).items() if stripe not in members
-            }
-            if strays:
-                segment = Segment(number, self._volumes, tuple(sorted(strays)), self._file_bytes)
-                for stripe, file in strays.items():
-                    segment.note(stripe, file)
-                found.append(segment)
-        return found
+def leftovers(files: Files, segments: Mapping[int, Segment], volumes: Sequence[Volume]) -> list[Segment]:
+    """Files of no run, as segments to be deleted."""
+    found = []
+    for number in files.numbers():
+        members = segments[number].members if number in segments else ()
+        strays = {stripe: file for stripe, file in files.of(number).items() if stripe not in members}
+        if strays:
+            segment = Segment(number, volumes, tuple(sorted(strays)), 0)
+            for stripe, file in strays.items():
+                segment.note(stripe, file)
+            found.append(segment)
+    return found
 
 
 def is_served(state: State, place: RunPlace) -> bool:

@@ -78,7 +78,6 @@ class Keeper:
             if volume.health.is_due():
                 self._try(partial(self._take_again, volume))
         self._try(self._saved.settle)
-        self._try(self._space.take_in)
         self._try(self._space.tend)
         self._try(self._write_down)
 

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.saved import SavedState
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import MEASURE_S, Volume
+
+logger = logging.getLogger(__name__)
 
 
 class Reconciler:
     """Compares directories with what is known. Not thread-safe: ``Space`` holds its lock."""
 
-    def __init__(self, catalog: Catalog, saved: SavedState, remover: Remover, observer: Observer) -> None:
+    def __init__(
+        self,
+        volumes: Sequence[Volume],
+        catalog: Catalog,
+        saved: SavedState,
+        remover: Remover,
+        observer: Observer,
+    ) -> None:
+        self._volumes = volumes
         self._catalog = catalog
         self._saved = saved
         self._remover = remover
         self._observer = observer
 
-    def compare(self, volume: Volume) -> tuple[int, set[int]]:
+    def compare(self, volume: Volume) -> int:
         """Segments that lost their file in ``volume`` or were cleared go; files of no segment are the remover's.
 
+        A segment that nobody has seen stays, unread, until its room is needed: the next start finds its runs.
+
         Returns:
-            The highest number of a segment there, and the segments of which nobody knows: they may hold runs.
+            The highest number of a segment there.
 
         Raises:
             StoreError, OSError: it fails again.
@@ -49,12 +65,27 @@ class Reconciler:
         left = self._catalog.segments()
         known = [*left, *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
-        unknown = {number for number in files.keys() - {item.number for item in known} if number >= first}
+        unseen = {number for number in files.keys() - {item.number for item in known} if number >= first}
         # A start that can read it may need this file, too.
         unread = {item.number: item for item in left if item.is_unread}
-        for number in sorted(files.keys() - expected - unknown):
+        unread |= {number: self._unread(number, files[number].size) for number in unseen}
+        for number in sorted(files.keys() - expected):
             if number in unread:
                 unread[number].join(volume.stripe, files[number])
             else:
                 self._remover.remember_stray(volume.stripe, number, files[number])
-        return max([first - 1, *files]), unknown
+        if unseen:
+            logger.warning(
+                "hcache: %d segments in %s were not there at the start: the next start serves what only they hold",
+                len(unseen),
+                volume.path,
+            )
+        return max([first - 1, *files])
+
+    def _unread(self, number: int, file_bytes: int) -> Segment:
+        segment, known = Segment(number, self._volumes, (), file_bytes), self._saved.at_start.get(number)
+        segment.is_unread = True
+        if known is not None:
+            segment.last_used, segment.score, segment.unread_runs = known.last_used, known.score, known.runs
+        self._catalog.add_segment(segment)
+        return segment

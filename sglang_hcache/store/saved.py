@@ -33,6 +33,8 @@ class SavedState:
         self._volumes = volumes
         self._catalog = catalog
         self._identity = self._published = identity
+        self.at_start = {number: item for number, item in state.segments.items() if number not in state.going}
+        """What was known of segments then, those in directories that were out included."""
         self._state = state
         """As it was written last, ..."""
         self._tried = set[int]()

@@ -13,19 +13,16 @@ from pathlib import Path
 from sglang_hcache.core.errors import (
     StoreError,
     StoreFullError,
-    StoreIOError,
     StoreLockedError,
     StoreTimeoutError,
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import Run, StoreConfig
 from sglang_hcache.store.erasure import Erased, Eraser
 from sglang_hcache.store.eviction import Eviction
 from sglang_hcache.store.format.geometry import RunShape, shape_of
 from sglang_hcache.store.format.place import RUN_ID_BYTES, RunPlace
-from sglang_hcache.store.format.state import SegmentState
 from sglang_hcache.store.free_space import FreeSpace
 from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.removal import Remover
@@ -60,19 +57,16 @@ class Space:
         self._catalog = catalog
         self._saved = saved
         free_space = FreeSpace(config, volumes, catalog)
-        self._observer = observer
         self._remover = Remover(volumes, catalog, free_space, observer, saved.announce)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
         self._retention = Retention(config.max_age_s, catalog, self._remover)
         self._eraser = Eraser(volumes, catalog, self._remover)
-        self._reconciler = Reconciler(catalog, saved, self._remover, observer)
+        self._reconciler = Reconciler(volumes, catalog, saved, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._next_number = 0
         self._rotation = 0
         self._closed = False
-        self._unknown: set[int] = set()
-        """Segments in a directory that is back, of which nothing is known yet."""
 
     def adopt(self, segments: Iterable[Segment], leftovers: Iterable[Segment], next_number: int) -> None:
         """Take over what was found at start: segments in use, and files nobody needs."""
@@ -181,7 +175,7 @@ class Space:
                 self._eviction.make_room(self._config.file_bytes, members)
 
     def reconcile(self, volume: Volume) -> None:
-        """A directory is back: segments that lost their file there or were cleared go; see also :meth:`take_in`.
+        """A directory is back: segments that lost their file there or were cleared go.
 
         Raises:
             StoreError, OSError: it fails again.
@@ -191,45 +185,10 @@ class Space:
             if self._active is not None and self._active.number < first:
                 self._seal_active()  # even if the rest fails: what is stored from now on must not count as cleared
             self._next_number = max(self._next_number, first)
-            highest, unknown = self._reconciler.compare(volume)
-            self._next_number = max(self._next_number, highest + 1)
-            self._unknown |= unknown
+            self._next_number = max(self._next_number, self._reconciler.compare(volume) + 1)
             if self._active is not None and self._active.retired:
                 self._active = None
             self._eviction.restore_cap()  # files of segments that could not be read count from now on
-
-    def take_in(self) -> None:
-        """Serve the runs that lie only where nobody could look at start; other files that nobody knew of go.
-
-        Reads as much of them as a start, meanwhile without the lock: numbers that nobody knows are not used by others.
-
-        Raises:
-            StoreIOError: the system gives no thread, no file or no memory. Again, then.
-        """
-        with self._lock:
-            unknown, first_segment = {*self._unknown}, self._saved.identity.first_segment
-        if not unknown:
-            return
-        try:
-            contents = Files.listed(first_segment, self._volumes).only(unknown).read(self._volumes)
-        except OSError as error:
-            raise StoreIOError(f"cannot read the headers of segments: {error}") from error
-        with self._lock:
-            if self._closed:
-                return
-            self._unknown -= unknown
-            census = Census(contents, self._volumes, self._catalog, self._config.file_bytes)
-            for place in contents.runs:
-                if place.segment >= self._saved.identity.first_segment:  # not cleared meanwhile
-                    census.admit(place, SegmentState(), {})
-            census.keep_unread({})
-            for segment in census.segments.values():
-                self._trimmed(segment, segment.tidy)
-                self._catalog.add_segment(segment)
-            for leftover in census.leftovers():
-                self._remover.remember(leftover)
-            self._eviction.restore_cap()
-        self._observer.count("store.runs_recovered", len(contents.runs))
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
@@ -261,8 +220,6 @@ class Space:
         """As :meth:`Eraser.erase`."""
         with self._lock:
             self._seal_active()
-            if self._unknown:
-                raise StoreIOError("a directory is just back, and its files are not read yet: try again")
             return self._eraser.erase(namespace_ids)
 
     def used_bytes(self) -> int:

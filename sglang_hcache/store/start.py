@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.census import Census, Files, is_served, lost_runs
+from sglang_hcache.store.census import Files, is_served, leftovers, lost_runs, segments_of
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import STATE_NAME
 from sglang_hcache.store.format.place import RunPlace
@@ -69,14 +69,7 @@ def begin(
             f"cannot use {volumes[0].path} (--hcache-dirs): {volumes[0].health.reason}; nothing was changed, start "
             "again when its disk answers"
         )
-    census = Census(contents, volumes, catalog, config.file_bytes)
-    for place in places:
-        # Where nobody knows what was used last, segments count as used in the order of their numbers.
-        unknown = SegmentState() if state.serial else SegmentState(last_used=place.segment)
-        known = state.segments.get(place.segment, unknown)
-        census.admit(place, known, state.quarantined.get(place.run_id, {}))
-    census.keep_unread(state.segments)
-    census.expect_uncut()
+    segments = segments_of(contents, state, volumes, catalog, config.file_bytes)
     observer.count("store.runs_recovered", len(places))
     if contents.unread:
         logger.warning(
@@ -90,8 +83,8 @@ def begin(
     return Start(
         saved=SavedState(volumes, identity, catalog, state),
         catalog=catalog,
-        segments=list(census.segments.values()),
-        leftovers=census.leftovers(),
+        segments=list(segments.values()),
+        leftovers=leftovers(files, segments, volumes),
         next_number=_next_number(highest, files),
         meta=state.meta,
         unsaved_bytes=_unsaved(state, files, places),

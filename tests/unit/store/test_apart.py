@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
-from sglang_hcache.store.census import Contents, Files
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
-from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
 from tests.unit.store.conftest import fail, is_healthy, kill, preads, save, sick, state_of, wait_until
@@ -164,25 +161,6 @@ def test_files_that_a_directory_has_lost_cost_one_state(tmp_path: Path, kind: st
     Inside(store).space.reconcile(Inside(store).volumes[1])
     assert not [path for path in lost if (config.dirs[0] / path.name).exists()]
     assert state_of(config.dirs[0]).serial == serial + 1
-    store.close()
-
-
-def test_what_is_cleared_while_a_directory_is_taken_in_stays_cleared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, counters, read = only_in_second(tmp_path, monkeypatch), Counters(), Files.read
-
-    def clear_then(files: Files, volumes: Sequence[Volume]) -> Contents:
-        contents = read(files, volumes)
-        store.clear()
-        return contents
-
-    with monkeypatch.context() as patch:
-        sick({"disk1"}, patch)
-        store = DiskStore.open(config, counters)
-        monkeypatch.setattr(Files, "read", clear_then)
-    wait_until(lambda: counters["store.runs_recovered"] == len(RUNS))
-    assert found(store) == 0
     store.close()
 
 

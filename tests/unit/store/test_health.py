@@ -707,4 +707,6 @@ def test_a_deletion_that_stops_half_way_costs_what_was_deleted_and_not_the_direc
     read_keys(store, OLD)
     wait_until(lambda: _writes(store, NEW))
     read_keys(store, (*OLD, *NEW))
+    store.close()
+    read_keys(open_store(config), (*OLD, *NEW))
     assert not (config.dirs[1] / "segment-00000099.seg").exists()

@@ -90,6 +90,8 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
     tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(small_config(tmp_path, 2))
+    Inside(store).space._next_number = 901
+    store.clear()  # lower numbers are of no use
     keys = make_keys(0, 2)
     write_keys(store, keys, LAYERS)
     volume = Inside(store).volumes[1]

@@ -11,23 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
-from sglang_hcache.store.space import Space
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
-    NAMESPACE_ID,
     make_keys,
     match_keys,
     read_keys,
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import conditions, fail, preads, sick, state_of, wait_until
+from tests.unit.store.conftest import conditions, fail, is_healthy, preads, sick, state_of, wait_until
 from tests.unit.store.test_slow_start import Hang, Opening, hang
 
 __all__ = ["hang"]
@@ -76,25 +73,9 @@ def test_a_directory_that_hangs_meanwhile_keeps_its_files(
     store = Opening(replace(config, io_timeout_s=2.0)).result()
     assert conditions(store) == ["healthy", "out"]
     hang.let_go()
-    wait_until(lambda: found(store) == len(RUNS))
-    for keys in RUNS:
-        read_keys(store, keys)
+    wait_until(lambda: is_healthy(store))
     store.close()
-
-
-def test_also_one_that_hangs_when_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Hang
-) -> None:
-    config = only_in_second(tmp_path, monkeypatch)
-    with monkeypatch.context() as patch:
-        sick({config.dirs[1].name}, patch)
-        store = DiskStore.open(replace(config, io_timeout_s=1.0), Counters())
-        hang.folder = config.dirs[1]
-    wait_until(lambda: conditions(store)[1] == "healthy")
-    wait_until(lambda: conditions(store)[1] == "out")
-    hang.let_go()
-    wait_until(lambda: found(store) == len(RUNS))
-    store.close()
+    assert found_at_a_start(config) == len(RUNS)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -159,23 +140,6 @@ def test_starts_that_miss_different_directories_use_different_numbers(
         write_without(config, turn % 2, of_turn, monkeypatch)
     store = DiskStore.open(config, Counters())
     assert all(match_keys(store, keys) == 4 for of_turn in runs for keys in of_turn)
-    store.close()
-
-
-def test_nothing_is_erased_while_a_directory_that_is_back_has_not_been_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = only_in_second(tmp_path, monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(Space, "take_in", lambda _self: None)
-        with monkeypatch.context() as without:
-            sick({config.dirs[1].name}, without)
-            store = DiskStore.open(config, Counters())
-        wait_until(lambda: conditions(store)[1] == "healthy")
-        with pytest.raises(StoreIOError, match="not read yet"):
-            store.erase([NAMESPACE_ID])
-    wait_until(lambda: found(store) == len(RUNS))
-    assert store.erase([NAMESPACE_ID]).runs == len(RUNS)
     store.close()
 
 
