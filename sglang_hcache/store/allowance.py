@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from sglang_hcache.core.errors import WriteBudgetError
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.format.state import read_value
+from sglang_hcache.store.format.state import built
 
 _HOUR_S = 3600
 _WINDOW_HOURS = 24
@@ -27,7 +26,7 @@ class WriteAllowance:
 
     Args:
         budget_bytes: most in any 24 hours; None: unlimited, only counted.
-        hours: bytes by hour since the epoch, from an earlier :meth:`to_json`.
+        hours: bytes by hour since the epoch.
     """
 
     def __init__(self, budget_bytes: int | None, hours: Mapping[int, int] | None = None) -> None:
@@ -36,9 +35,9 @@ class WriteAllowance:
         self._lock = threading.Lock()
 
     @classmethod
-    def from_json(cls, budget_bytes: int | None, text: str | None) -> WriteAllowance:
-        """What :meth:`to_json` wrote; anything else counts as nothing written."""
-        return cls(budget_bytes, read_value(text, _hours_of))
+    def resumed(cls, budget_bytes: int | None, found: Any) -> WriteAllowance:
+        """As :meth:`hours` said; anything else counts as nothing written."""
+        return cls(budget_bytes, built(_hours_of, found))
 
     def add(self, written: Mapping[float, int]) -> None:
         """Bytes that an earlier process wrote, by time (seconds since 1970)."""
@@ -48,9 +47,10 @@ class WriteAllowance:
                     hour = int(time_s // _HOUR_S)
                     self._hours[hour] = self._hours.get(hour, 0) + size
 
-    def to_json(self) -> str:
+    def hours(self) -> dict[int, int]:
+        """Bytes by hour since the epoch."""
         with self._lock:
-            return json.dumps(self._hours)
+            return dict(self._hours)
 
     def written(self, now_s: float) -> int:
         """Bytes written in the 24 hours before ``now_s`` (seconds since the epoch), and in up to one hour more.

@@ -56,9 +56,9 @@ class Catalog:
         # Of a million chunks: no object for each of them but its key, which the run holds as well.
         self._chunks: dict[bytes, StoredRun] = {}
         self._segments: dict[int, Segment] = {}
+        """By number, in order of their last use."""
         self._layouts: dict[tuple[int, ...], int] = {}
         """Bytes of each layer of a chunk -> the newest segment with such runs."""
-        self._clock = 0
         self._floor = 0.0
         self._out_mask = 0
         self._marked: dict[StoredRun, None] = {}
@@ -139,7 +139,11 @@ class Catalog:
     def add_segment(self, segment: Segment) -> None:
         with self._lock:
             self._segments[segment.number] = segment
-            self._clock = max(self._clock, segment.last_used)
+
+    def add_unread(self, segments: Iterable[Segment]) -> None:
+        """Segments of a directory that is back, as used before all others."""
+        with self._lock:
+            self._segments = {**{segment.number: segment for segment in segments}, **self._segments}
 
     def set_floor(self) -> None:
         """At start: no segment's score is below the floor.
@@ -147,7 +151,7 @@ class Catalog:
         The last ones may lack a score, for it is saved some time after the first run: they count as used last, once.
         """
         with self._lock:
-            known = [segment for segment in self._segments.values() if segment.last_used]
+            known = [segment for segment in self._segments.values() if segment.score]
             self._floor = min((segment.score for segment in known), default=0.0)
             last = max((segment.number for segment in known), default=-1)
             for number in sorted(self._segments):
@@ -231,7 +235,7 @@ class Catalog:
         """
         with self._lock:
             found = (segment for segment in self._evictable() if segment.mask & within)
-            coldest = min(found, key=_warmth, default=None)
+            coldest = min(found, key=_score, default=None)
             if coldest is not None:
                 self._floor = max(self._floor, coldest.score)
             return coldest
@@ -249,13 +253,11 @@ class Catalog:
             return [self._segments[number] for number in sorted(self._segments)]
 
     def segment_states(self) -> dict[int, SegmentState]:
-        """Of each segment."""
+        """Of each segment, in order of use."""
         with self._lock:
             lost = Counter(run.segment for run in self._marked if len(run.quarantined) == len(run.place.keys))
             return {
-                number: SegmentState(
-                    item.last_used, item.score, len(item.runs) + item.unread_runs - lost[item]
-                )
+                number: SegmentState(item.score, len(item.runs) + item.unread_runs - lost[item])
                 for number, item in self._segments.items()
             }
 
@@ -275,7 +277,7 @@ class Catalog:
     def coldest(self, most: int) -> list[int]:
         """The segments with the lowest scores, in use or not."""
         with self._lock:
-            found = heapq.nsmallest(most, self._segments.values(), key=_warmth)
+            found = heapq.nsmallest(most, self._segments.values(), key=_score)
             return [segment.number for segment in found]
 
     def counts(self) -> CatalogCounts:
@@ -292,8 +294,7 @@ class Catalog:
         # head, used last, is the last to go.
         cost = 1 + depth * CHUNK_TOKENS / (2 * self._doubling)
         for segment in reversed(segments):
-            self._clock += 1
-            segment.last_used = self._clock
+            self._segments[segment.number] = self._segments.pop(segment.number)
             segment.score = max(segment.score, self._floor + cost)
 
     def _admit(self, run: StoredRun) -> None:
@@ -325,6 +326,6 @@ class Catalog:
             del self._chunks[key]
 
 
-def _warmth(segment: Segment) -> tuple[float, int]:
-    """Where it is least, the segment is evicted first."""
-    return segment.score, segment.last_used
+def _score(segment: Segment) -> float:
+    """Where it is least, the segment is evicted first; of equal ones the first in order of use."""
+    return segment.score

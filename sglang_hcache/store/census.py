@@ -101,7 +101,9 @@ class Contents:
 def segments_of(
     contents: Contents, state: State, volumes: Sequence[Volume], catalog: Catalog, file_bytes: int
 ) -> dict[int, Segment]:
-    """Segments by number, as far as files bear runs out, which are put into the catalog; it has no segments yet.
+    """Segments by number, in order of use, as far as files bear runs out.
+
+    The runs are put into the catalog, which has no segments yet.
 
     Segments that could not be read are left as they are, until their room is needed: a later start may read them.
 
@@ -111,14 +113,14 @@ def segments_of(
     segments: dict[int, Segment] = {}
     files = contents.files
 
+    def known(number: int) -> SegmentState:
+        return state.segments.get(number, SegmentState())
+
     def begin(number: int, members: tuple[int, ...]) -> Segment:
-        # Where nobody knows what was used last, segments count as used in the order of their numbers.
-        unknown = SegmentState() if state.serial else SegmentState(last_used=number)
-        known = state.segments.get(number, unknown)
         # One file that cannot be seen was made as long as the others, and is cut when they are.
         segment = segments[number] = Segment(number, volumes, members, files.longest(number))
         segment.found = files.of(number)
-        segment.last_used, segment.score = known.last_used, known.score
+        segment.score = known(number).score
         return segment
 
     for place in contents.runs:
@@ -134,14 +136,15 @@ def segments_of(
         if number in segments or found:
             segment = segments.get(number) or begin(number, (*found,))
             segment.is_unread = True
-            segment.unread_runs = max(0, state.segments.get(number, SegmentState()).runs - len(segment.runs))
+            segment.unread_runs = max(0, known(number).runs - len(segment.runs))
             for stripe in members_of(segment.mask & mask_of(found)):
                 segment.used[stripe] = max(segment.used[stripe], found[stripe].size)
     # The last one may have been in use when the process ended: what cannot be seen of it counts in full.
     if segments:
         last = segments[max(segments)]
         last.file_bytes = max(last.file_bytes, file_bytes)
-    return segments
+    uses = {number: place for place, number in enumerate(state.segments)}
+    return dict(sorted(segments.items(), key=lambda item: uses.get(item[0], -1)))
 
 
 def leftovers(files: Files, segments: Mapping[int, Segment], volumes: Sequence[Volume]) -> list[Segment]:

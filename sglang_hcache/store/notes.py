@@ -1,64 +1,53 @@
-"""Short texts that users of the store keep beside the chunks."""
+"""What users of the store keep beside the chunks."""
 
 from __future__ import annotations
 
-import json
-import math
 import threading
-import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from sglang_hcache.store.format.state import read_value
+from sglang_hcache.store.format.state import built
 
 _MOST = 1000
 """They are part of the state, which is written as a whole."""
 
 
 class Notes:
-    """Written into the state within a moment; lost if the state is lost. Thread-safe.
+    """Each a few named texts; written into the state within a moment, and lost if the state is lost. Thread-safe.
 
     Args:
-        text: what :meth:`to_json` gave an earlier process.
-        every_s: what changes so soon after a text was made waits, unless it is asked for anew.
+        found: what :meth:`all` gave an earlier process.
     """
 
-    def __init__(self, text: str | None, every_s: float = 0.0) -> None:
+    def __init__(self, found: Any) -> None:
         self._lock = threading.Lock()
-        self._texts = read_value(text, _texts_of)
-        self._every_s = every_s
-        self._json, self._until = json.dumps(self._texts), -math.inf
-        self._is_changed = False
+        self._notes = built(_notes_of, found)
 
-    def get(self, name: str) -> str | None:
+    def get(self, name: str) -> Mapping[str, str]:
         """What was last put there, also by an earlier process."""
-        return self._texts.get(name)
+        return self._notes.get(name, {})
 
-    def put(self, name: str, text: str) -> None:
-        """Keep ``text``, in place of what was put there longest ago if there are too many."""
+    def put(self, name: str, note: Mapping[str, str]) -> None:
+        """Keep ``note``, in place of what was put there longest ago if there are too many."""
         with self._lock:
-            self._texts.pop(name, None)
-            if len(self._texts) >= _MOST:
-                del self._texts[next(iter(self._texts))]
-            self._texts[name] = text
-            self._is_changed = True
+            self._notes.pop(name, None)
+            if len(self._notes) >= _MOST:
+                del self._notes[next(iter(self._notes))]
+            self._notes[name] = dict(note)
 
     def drop(self, names: Collection[str]) -> None:
         """Keep them no more."""
         with self._lock:
-            self._texts = {key: kept for key, kept in self._texts.items() if key not in names}
-            self._is_changed = True
+            self._notes = {key: kept for key, kept in self._notes.items() if key not in names}
 
-    def to_json(self, *, anew: bool = False) -> str:
-        """All of them."""
-        now = time.monotonic()
+    def all(self) -> dict[str, dict[str, str]]:
         with self._lock:
-            if not self._is_changed or (now < self._until and not anew):
-                return self._json
-            texts, self._is_changed = dict(self._texts), False
-        self._json, self._until = json.dumps(texts), now + self._every_s
-        return self._json
+            return dict(self._notes)
 
 
-def _texts_of(found: dict[Any, Any]) -> dict[str, str]:
-    return {name: note for name, note in found.items() if isinstance(note, str)}
+def _notes_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return {
+        name: {key: str(text) for key, text in note.items()}
+        for name, note in found.items()
+        if isinstance(note, dict)
+    }

@@ -68,7 +68,9 @@ class Reconciler:
         unseen = {number for number in files.keys() - {item.number for item in known} if number >= first}
         # A start that can read it may need this file, too.
         unread = {item.number: item for item in left if item.is_unread}
-        unread |= {number: self._unread(number, files[number].size) for number in unseen}
+        found = {number: self._unread(number, files[number].size) for number in sorted(unseen)}
+        self._catalog.add_unread(found.values())
+        unread |= found
         for number in sorted(files.keys() - expected):
             if number in unread:
                 unread[number].join(volume.stripe, files[number])
@@ -83,9 +85,8 @@ class Reconciler:
         return max([first - 1, *files])
 
     def _unread(self, number: int, file_bytes: int) -> Segment:
-        segment, known = Segment(number, self._volumes, (), file_bytes), self._saved.at_start.get(number)
+        segment = Segment(number, self._volumes, (), file_bytes)
         segment.is_unread = True
-        if known is not None:
-            segment.last_used, segment.score, segment.unread_runs = known.last_used, known.score, known.runs
-        self._catalog.add_segment(segment)
+        if known := self._saved.at_start.get(number):
+            segment.score, segment.unread_runs = known.score, known.runs
         return segment

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.store.catalog import Catalog
@@ -54,7 +55,7 @@ class SavedState:
             if self._published != self._identity:
                 self._publish()
 
-    def save(self, meta: Mapping[str, str], *, last: bool = False) -> None:
+    def save(self, meta: Mapping[str, Any], *, last: bool = False) -> None:
         """Write down what was used, what is quarantined, and ``meta``, if a directory has it not yet.
 
         Args:
@@ -66,7 +67,7 @@ class SavedState:
             elif time.monotonic() >= self._next_at:
                 self._save(meta, self._coldest())
 
-    def save_everywhere(self, meta: Mapping[str, str]) -> None:
+    def save_everywhere(self, meta: Mapping[str, Any]) -> None:
         """The same at once, and no directory keeps an older state.
 
         Raises:
@@ -138,14 +139,16 @@ class SavedState:
         """What is evicted next, enough to write a state only now and then for the sake of evictions."""
         return set(self._catalog.coldest(len(self._state.segments) // _GOING_SHARE))
 
-    def _save(self, meta: Mapping[str, str], going: Collection[int]) -> None:
+    def _save(self, meta: Mapping[str, Any], going: Collection[int]) -> None:
         state = self._made(meta, going)
         targets = {volume.stripe for volume in self._targets()}
         self._tried &= targets
-        if state != self._state or self._tried != targets:
+        # Dicts are equal whatever the order of their keys, which is that of use.
+        is_same = state == self._state and [*state.segments] == [*self._state.segments]
+        if not is_same or self._tried != targets:
             self._put(state)
 
-    def _made(self, meta: Mapping[str, str], going: Collection[int]) -> State:
+    def _made(self, meta: Mapping[str, Any], going: Collection[int]) -> State:
         """As it is now, with the serial number of the last one."""
         marks, segments = self._catalog.quarantined(_MARKS_KEPT), self._catalog.segment_states()
         store_id, serial = self._identity.store_id, self._state.serial

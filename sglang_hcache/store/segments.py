@@ -38,7 +38,7 @@ class StoredRun:
 class Segment:
     """The files of one segment and what the store knows about them.
 
-    ``pins``, ``runs``, ``last_used``, ``score`` and ``retired`` belong to the catalog and its lock; sizes
+    ``pins``, ``runs``, ``score`` and ``retired`` belong to the catalog and its lock; sizes
     belong to ``Space`` and its lock. Files are opened on demand while pinned.
     """
 
@@ -69,7 +69,6 @@ class Segment:
         """A read of it failed at the start: nobody knows what else is in it."""
         self.unread_runs = 0
         """It has them, but they are not served: not found at the start, or a read of them has failed."""
-        self.last_used = 0
         self.score = 0.0
         """The segment with the lowest one is evicted first."""
         self.retired = False

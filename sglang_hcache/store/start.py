@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.core.observer import Observer
@@ -38,7 +39,7 @@ class Start:
     leftovers: list[Segment]
     """Files of no run: to be deleted."""
     next_number: int
-    meta: Mapping[str, str]
+    meta: Mapping[str, Any]
     """Named values of the state."""
     unsaved_bytes: Mapping[float, int]
     """What was written after the state, by time (seconds since 1970)."""

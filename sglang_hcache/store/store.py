@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sglang_hcache.core.errors import (
     StoreError,
@@ -36,7 +36,7 @@ from sglang_hcache.store.reader import LayerReader
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.space import Space
 from sglang_hcache.store.start import Start, begin
-from sglang_hcache.store.tally import Tally, errors_to_json, resume_errors, stats_of
+from sglang_hcache.store.tally import Tally, stats_of, told_by, told_in
 from sglang_hcache.store.volumes.opening import open_volumes
 from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import Volume
@@ -44,7 +44,6 @@ from sglang_hcache.store.writer import RunWriter
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACES_S = 60.0  # a server of a thousand tenants may note a new one with each request
 _CLOSE_S = 3.0
 _ROUND_S = 1.0
 
@@ -72,8 +71,11 @@ class DiskStore:
         self._catalog = start.catalog
         meta = start.meta
         tally.resume(meta.get("totals"))
-        resume_errors(volumes, meta)
-        self._allowance = WriteAllowance.from_json(config.write_budget_bytes, meta.get("written"))
+        for stripe, (_, _, corrupt_extents, io_errors) in told_in(meta).items():
+            if stripe < len(volumes):
+                volumes[stripe].health.corrupt_extents += corrupt_extents
+                volumes[stripe].health.io_errors += io_errors
+        self._allowance = WriteAllowance.resumed(config.write_budget_bytes, meta.get("written"))
         self._allowance.add(start.unsaved_bytes)
         self._space = Space(config, volumes, self._catalog, self._saved, tally)
         transfers = Transfers(engine, volumes, config.io_timeout_s)
@@ -83,7 +85,7 @@ class DiskStore:
         self._operations = Operations()
         self._health_lock = threading.Lock()
         # By its hex id, whose each namespace is.
-        self.namespaces = Notes(meta.get("namespaces"), _NAMESPACES_S)
+        self.namespaces = Notes(meta.get("namespaces"))
         self.measuring = tally.measuring
         self.has_max_age = config.max_age_s is not None
         self._saving = threading.Lock()
@@ -280,7 +282,7 @@ class DiskStore:
             erased = self._space.erase(namespace_ids)
             self.namespaces.drop({namespace_id.hex() for namespace_id in namespace_ids})
             with self._saving:
-                self._saved.save_everywhere(self._meta(anew=True))
+                self._saved.save_everywhere(self._meta())
             return erased
 
     def close(self) -> None:
@@ -318,14 +320,13 @@ class DiskStore:
             self._catalog.set_out(mask_of(out))
         self._keeper.wake()
 
-    def _meta(self, *, anew: bool) -> dict[str, str]:
-        """What is kept beside segments; ``anew``: as it is now, and not a minute ago."""
+    def _meta(self) -> dict[str, Any]:
+        """What is kept beside segments."""
         return {
-            "totals": self._tally.to_json(),
-            "written": self._allowance.to_json(),
-            "health": json.dumps([[str(volume.health.condition), volume.reason] for volume in self._volumes]),
-            "directory_errors": errors_to_json(self._volumes),
-            "namespaces": self.namespaces.to_json(anew=anew),
+            "totals": self._tally.snapshot(),
+            "written": self._allowance.hours(),
+            "directories": told_by(self._volumes),
+            "namespaces": self.namespaces.all(),
         }
 
     def _write_down(self, *, last: bool = False) -> None:
@@ -334,7 +335,7 @@ class DiskStore:
         is_needed = last or any(volume.health.writable for volume in self._volumes)
         # What one thread has dropped, another one must not write after it.
         with contextlib.nullcontext() if is_needed else contextlib.suppress(StoreError), self._saving:
-            self._saved.save(self._meta(anew=last), last=last)
+            self._saved.save(self._meta(), last=last)
 
 
 @contextlib.contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sglang_hcache.core.observer import Counters, Observer
 from sglang_hcache.store.config import DirectoryStats
-from sglang_hcache.store.format.state import read_value
+from sglang_hcache.store.format.state import built
+from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.volume import Volume
 
 _KEPT = "store."
@@ -44,17 +44,17 @@ class Tally:
         finally:
             self.is_measuring = False
 
-    def resume(self, text: str | None) -> None:
-        """Add what an earlier :meth:`to_json` said."""
-        for event, amount in read_value(text, _amounts_of).items():
+    def resume(self, found: Any) -> None:
+        """Add what an earlier :meth:`snapshot` said."""
+        for event, amount in built(_amounts_of, found).items():
             self._counters.count(event, amount)
 
     def totals(self) -> dict[str, int]:
         """By event, without the leading ``store.``."""
         return {event.removeprefix(_KEPT): amount for event, amount in self._counters.snapshot().items()}
 
-    def to_json(self) -> str:
-        return json.dumps(self._counters.snapshot())
+    def snapshot(self) -> dict[str, int]:
+        return self._counters.snapshot()
 
 
 def _amounts_of(found: dict[Any, Any]) -> dict[str, int]:
@@ -64,35 +64,25 @@ def _amounts_of(found: dict[Any, Any]) -> dict[str, int]:
 def stats_of(volumes: Sequence[Volume]) -> tuple[DirectoryStats, ...]:
     """Each directory as it is now."""
     return tuple(
-        DirectoryStats(
-            volume.path,
-            str(volume.health.condition),
-            volume.reason,
-            volume.health.corrupt_extents,
-            volume.health.io_errors,
-        )
-        for volume in volumes
+        DirectoryStats(volume.path, *told) for volume, told in zip(volumes, told_by(volumes), strict=True)
     )
 
 
-def resume_errors(volumes: Sequence[Volume], meta: Mapping[str, str]) -> None:
-    """Add what an earlier :func:`errors_to_json` said."""
-    errors = errors_of(meta)
-    for volume in volumes:
-        corrupt_extents, io_errors = errors.get(volume.stripe, (0, 0))
-        volume.health.corrupt_extents += corrupt_extents
-        volume.health.io_errors += io_errors
+def told_by(volumes: Sequence[Volume]) -> list[list[Any]]:
+    """Condition, reason, corrupt extents and I/O errors of each directory, for the state."""
+    return [
+        [str(item.health.condition), item.reason, item.health.corrupt_extents, item.health.io_errors]
+        for item in volumes
+    ]
 
 
-def errors_to_json(volumes: Sequence[Volume]) -> str:
-    """Damage and errors of each directory, for the state."""
-    return json.dumps([[volume.health.corrupt_extents, volume.health.io_errors] for volume in volumes])
+def told_in(meta: Mapping[str, Any]) -> dict[int, tuple[str, str, int, int]]:
+    """What :func:`told_by` said, by stripe."""
+    return built(_told_of, meta.get("directories"))
 
 
-def errors_of(meta: Mapping[str, str]) -> dict[int, tuple[int, int]]:
-    """What :func:`errors_to_json` said, by stripe: corrupt extents, I/O errors."""
-    return read_value(meta.get("directory_errors"), _errors_of)
-
-
-def _errors_of(found: list[Any]) -> dict[int, tuple[int, int]]:
-    return {stripe: (int(corrupt), int(errors)) for stripe, (corrupt, errors) in enumerate(found)}
+def _told_of(found: list[Any]) -> dict[int, tuple[str, str, int, int]]:
+    return {
+        stripe: (str(Condition(name)), str(reason), int(corrupt), int(errors))
+        for stripe, (name, reason, corrupt, errors) in enumerate(found)
+    }

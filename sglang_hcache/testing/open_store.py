@@ -34,6 +34,11 @@ class Inside:
         return sorted(found, key=lambda run: (run.place.segment, run.place.age))
 
     @property
+    def by_use(self) -> list[int]:
+        """Numbers of segments, those that were used last at the end."""
+        return [*self.catalog._segments]
+
+    @property
     def reserved_bytes(self) -> int:
         """What counts against the cap, what is kept for small files included."""
         return self.space.used_bytes() + self.store._config.reserve_bytes

@@ -16,11 +16,12 @@ from sglang_hcache.testing.open_store import Inside
 from tests.faults.damage import ALL, examine, flip, in_time, rows_of_table, served, takes_writes
 
 FIELDS = ("store_id", "serial", "segments", "going", "quarantined", "meta")
-META = ("totals", "written", "health", "directory_errors", "namespaces")
+META = ("totals", "written", "directories", "namespaces")
 VALUES = (
     None, True, -1, 0, 7, 2**62, 2**200, 1.5, float("nan"), float("inf"), "", "text", [], [[[0]]], [1, "x"], {},
-    {"x": 1}, {"0": None}, {"0": [1]}, {"-1": [1, 1, 1]}, {"0": [1, float("nan"), 1]}, {"0": [2**70, 1.0, 2**70]},
-    {"0": ["x", "y", "z"]}, {"zz": {}}, {"00" * 16: {"0": 5, "99": "x", "-1": "y"}}, "[" * 10_000, "[[1, 2]]",
+    {"x": 1}, {"0": None}, {"0": [1]}, {"-1": [1, 1]}, {"0": [float("nan"), 1]}, {"0": [1.0, 2**70]},
+    {"0": ["x", "y"]}, {"0": {"model": 5}}, {"zz": {}}, {"00" * 16: {"0": 5, "99": "x", "-1": "y"}}, "[" * 10_000,
+    [["healthy", "", 1]], [["x", "", 1, 1]], [["healthy", "", 2**70, "x"]],
 )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def test_every_field_is_documented(fresh: Callable[[], StoreConfig]) -> None:
         name.strip(" `") for names, *_ in rows_of_table("State", "name") for name in names.split(",")
     ]
     assert documented == [*FIELDS]
-    assert [name.strip(" `") for name, _ in rows_of_table("State", "name in `meta`")] == [*META]
+    assert [name.strip(" `") for name, *_ in rows_of_table("State", "name in `meta`")] == [*META]
     for path in states(fresh()):
         fields = json.loads(path.read_bytes().partition(b"\n")[0])
         assert fields.keys() == {*FIELDS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.tier.tiered import TieredStore
@@ -38,4 +37,4 @@ class Owners:
             owner["tenant"] = hashlib.sha256(tenant).hexdigest()[:_DIGITS]
         if namespace.adapter is not None:
             owner["adapter"] = namespace.adapter.hex()[:_DIGITS]
-        disk.namespaces.put(name.hex(), json.dumps(owner))
+        disk.namespaces.put(name.hex(), owner)

@@ -24,7 +24,7 @@ from sglang_hcache.store.format.geometry import (
 from sglang_hcache.store.format.place import RunPlace
 
 MAGIC = b"HCEXTENT"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Format of headers and directories together. Any change to stored bytes needs a new one."""
 
 DIGEST_BYTES = 8

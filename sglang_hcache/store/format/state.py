@@ -17,15 +17,13 @@ V = TypeVar("V")
 MAX_BYTES = 2**26
 """A longer file is no state."""
 MAX_COUNT = 2**62
-"""Serial numbers and logical times are smaller: there is room to count on from any of them."""
+"""Serial numbers are smaller: there is room to count on from any of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentState:
     """What is known of a segment (docs/store-format.md, "Eviction")."""
 
-    last_used: int = 0
-    """Logical time, larger is more recent."""
     score: float = 0.0
     runs: int = 0
     """How many of it are served, at least in part."""
@@ -40,21 +38,20 @@ class State:
     serial: int = 0
     """0: nothing is known."""
     segments: Mapping[int, SegmentState] = field(default_factory=dict)
+    """Those that were used longest ago first."""
     going: frozenset[int] = frozenset()
     """Those of which files may have been deleted or erased on purpose since this was written."""
     quarantined: Mapping[bytes, dict[int, str]] = field(default_factory=dict)
     """Run id -> chunk of the run -> why it is not served."""
-    meta: Mapping[str, str] = field(default_factory=dict)
-    """Named values, as their owners write them."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Named values, as their owners write them in JSON."""
 
     def to_bytes(self) -> bytes:
         """A line of JSON, and a line with its digest."""
         fields = {
             "store_id": self.store_id,
             "serial": self.serial,
-            "segments": {
-                number: [item.last_used, item.score, item.runs] for number, item in self.segments.items()
-            },
+            "segments": {number: [item.score, item.runs] for number, item in self.segments.items()},
             "going": sorted(self.going),
             "quarantined": {run_id.hex(): dict(why) for run_id, why in self.quarantined.items()},
             "meta": dict(self.meta),
@@ -71,17 +68,17 @@ class State:
         line, _, rest = text.partition(b"\n")
         if rest != _digest_line(line):
             raise ValueError("its digest does not match")
-        found = read_value(line, dict)
+        found = built(lambda line: dict(json.loads(line)), line)
         serial = found.get("serial")
         if not isinstance(serial, int) or not 0 < serial < MAX_COUNT:
             raise ValueError("it has no serial number")
         return cls(
             str(found.get("store_id")),
             serial,
-            _built(_segments_of, found.get("segments")),
-            frozenset(_built(_numbers_of, found.get("going"))),
-            _built(_quarantined_of, found.get("quarantined")),
-            _built(texts_of, found.get("meta")),
+            built(_segments_of, found.get("segments")),
+            frozenset(built(_numbers_of, found.get("going"))),
+            built(_quarantined_of, found.get("quarantined")),
+            built(dict, found.get("meta")),
         )
 
 
@@ -89,12 +86,8 @@ def _digest_line(line: bytes) -> bytes:
     return b'"%016x"\n' % digest(line)
 
 
-def read_value(text: str | bytes | None, build: Callable[[Any], dict[K, V]]) -> dict[K, V]:
-    """What ``build`` makes of the JSON in ``text``; empty if there is no text, or it makes no sense."""
-    return {} if text is None else _built(lambda text: build(json.loads(text)), text)
-
-
-def _built(build: Callable[[Any], dict[K, V]], found: Any) -> dict[K, V]:
+def built(build: Callable[[Any], dict[K, V]], found: Any) -> dict[K, V]:
+    """What ``build`` makes of a value that was read; empty if it makes no sense."""
     try:
         return build(found)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -102,17 +95,11 @@ def _built(build: Callable[[Any], dict[K, V]], found: Any) -> dict[K, V]:
 
 
 def _segments_of(found: dict[str, Any]) -> dict[int, SegmentState]:
-    segments = {
-        int(number): SegmentState(int(used), float(score), int(runs))
-        for number, (used, score, runs) in found.items()
-    }
+    segments = {int(number): SegmentState(float(score), int(runs)) for number, (score, runs) in found.items()}
     return {
         number: item
         for number, item in segments.items()
-        if 0 <= number <= MAX_SEGMENT
-        and 0 <= item.last_used < MAX_COUNT
-        and 0 <= item.score < math.inf
-        and item.runs >= 0
+        if 0 <= number <= MAX_SEGMENT and 0 <= item.score < math.inf and item.runs >= 0
     }
 
 
@@ -127,8 +114,3 @@ def _quarantined_of(found: dict[str, Any]) -> dict[bytes, dict[int, str]]:
         }
         for run_id, marks in found.items()
     }
-
-
-def texts_of(found: dict[str, Any]) -> dict[str, str]:
-    """For :func:`read_value`: an object of texts."""
-    return {name: str(text) for name, text in found.items()}

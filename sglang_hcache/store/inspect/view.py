@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sglang_hcache.core.errors import (
     StoreError,
@@ -18,11 +17,11 @@ from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Contents, Files, lost_runs
 from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.store.format.place import RunPlace
-from sglang_hcache.store.format.state import State, read_value, texts_of
+from sglang_hcache.store.format.state import State
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.start import read_state
-from sglang_hcache.store.tally import Tally, errors_of
+from sglang_hcache.store.tally import Tally, told_in
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import SeenDirectory, Sight, look_at
@@ -152,7 +151,7 @@ class StoreView:
 
     def directories(self) -> list[DirectoryInfo]:
         """Every directory, by stripe; asks the file systems."""
-        told, errors = self._told_health(), errors_of(self.state.meta)
+        told = told_in(self.state.meta)
         found = []
         for item in self.sight.seen:
             volume = item.volume
@@ -163,11 +162,13 @@ class StoreView:
                 volume.health.take_out(str(error))
                 physical, free, segments = 0, -1, 0
             condition, reason = str(volume.health.condition), volume.health.reason
+            said, why, corrupt, errors = told.get(volume.stripe, (str(Condition.HEALTHY), "", 0, 0))
             if volume.health.readable:
-                condition, reason = told.get(volume.stripe, (str(Condition.HEALTHY), ""))
+                # What the last server thought is long over.
+                condition, reason = (said, why) if self.lock_holder else (str(Condition.HEALTHY), "")
                 if condition == Condition.HEALTHY:  # also where a server could not write down what it thinks
                     condition, reason = _condition_of(item.directory)
-            stats = (volume.path, condition, reason, *errors.get(volume.stripe, (0, 0)))
+            stats = (volume.path, condition, reason, corrupt, errors)
             found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments))
         return found
 
@@ -191,7 +192,7 @@ class StoreView:
         """Bytes written in the last 24 hours; None if that is not known."""
         if "written" not in self.state.meta:
             return None
-        return WriteAllowance.from_json(None, self.state.meta["written"]).written(time.time())
+        return WriteAllowance.resumed(None, self.state.meta["written"]).written(time.time())
 
     # -- what is in it ---------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class StoreView:
                     disk_bytes=sum(run.disk_bytes for run in runs),
                     written_at=self.written_at(segments[max(segments)]),
                     oldest_at=self.written_at(segments[min(segments)]),
-                    owner=read_value(notes.get(namespace_id.hex()), texts_of),
+                    owner=notes.get(namespace_id.hex()),
                 )
             )
         return sorted(found, key=lambda item: item.disk_bytes, reverse=True)
@@ -242,12 +243,6 @@ class StoreView:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
         written_s = self.files.written_s(place.segment)
         return written_s if written_s > -math.inf else None
-
-    def _told_health(self) -> dict[int, tuple[str, str]]:
-        """What the running server thinks of its directories, by stripe."""
-        if self.lock_holder is None:
-            return {}  # what the last server thought is long over
-        return read_value(self.state.meta.get("health"), _health_of)
 
 
 def _meanwhile(before: State, after: State) -> State:
@@ -260,10 +255,6 @@ def _meanwhile(before: State, after: State) -> State:
         for number in both
     }
     return replace(after, segments=segments, going=before.going | after.going)
-
-
-def _health_of(told: list[Any]) -> dict[int, tuple[str, str]]:
-    return {stripe: (str(Condition(name)), str(reason)) for stripe, (name, reason) in enumerate(told)}
 
 
 def _count_chunks(runs: Sequence[RunInfo]) -> int:

@@ -34,7 +34,7 @@ def kill(store: DiskStore) -> None:
 
 def save(store: DiskStore) -> None:
     """Write the state down now."""
-    store._saved.save_everywhere(store._meta(anew=True))
+    store._saved.save_everywhere(store._meta())
 
 
 def open_when_unlocked(config: StoreConfig) -> DiskStore:

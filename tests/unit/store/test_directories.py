@@ -288,8 +288,8 @@ def test_looking_ahead_refuses_what_is_not_this_store(tmp_path: Path, open_store
             look_ahead(replace(config, dirs=dirs))
     first, second = (path / "superblock.json" for path in config.dirs)
     good = first.read_bytes()
-    first.write_bytes(good.replace(b'"format_version": 4', b'"format_version": 5'))
-    with pytest.raises(StoreFormatError, match="has store format 5, this version reads 4"):
+    first.write_bytes(good.replace(b'"format_version": 5', b'"format_version": 6'))
+    with pytest.raises(StoreFormatError, match="has store format 6, this version reads 5"):
         look_ahead(config)
     first.write_bytes(b"{}")
     look_ahead(config)  # the other one says what the store is
@@ -439,7 +439,7 @@ def test_another_format_version(tmp_path: Path, open_store: OpenStore) -> None:
     config = stored(tmp_path, 1, open_store)
     path = config.dirs[0] / "superblock.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
-    open_fails(config, StoreFormatError, "store format 1, this version reads 4")
+    open_fails(config, StoreFormatError, "store format 1, this version reads 5")
 
 
 @pytest.mark.parametrize("kind", ["other format", "one more", "two stores", "damaged"])

@@ -48,7 +48,7 @@ def closed(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
         store.write_run(run, payload_of(run))
     assert store.stats().segments == 4
     for namespace_id in (GOING, STAYING):
-        store.namespaces.put(namespace_id.hex(), "{}")
+        store.namespaces.put(namespace_id.hex(), {})
     store.close()
     return config
 

@@ -405,8 +405,7 @@ def test_without_one_directory_storing_goes_on(
     store = open_store(config)
     read_keys(store, (*OLD, *NEW))
     assert counters["store.runs_lost"] == 0
-    used = {segment.number: segment.last_used for segment in Inside(store).catalog.segments()}
-    assert used[Inside(store).run_of(OLD[0]).segment.number] == max(used.values())
+    assert Inside(store).by_use[-1] == Inside(store).run_of(OLD[0]).segment.number
 
 
 def test_what_the_directories_agree_on_is_written_down_as_soon_as_that_works_and_no_more(

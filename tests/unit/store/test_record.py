@@ -91,7 +91,7 @@ def test_any_flipped_bit_of_a_header_is_noticed(bit: int) -> None:
 def test_a_header_has_the_documented_bytes() -> None:
     block = pack_header(example())
     assert block[0:8] == b"HCEXTENT"
-    assert struct.unpack_from("<II", block, 8) == (4, 4096)
+    assert struct.unpack_from("<II", block, 8) == (5, 4096)
     zeroed = block[:16] + bytes(8) + block[24:]
     assert struct.unpack_from("<Q", block, 16) == (xxhash.xxh3_64_intdigest(zeroed),)
     assert block[24:40] == bytes(range(16))

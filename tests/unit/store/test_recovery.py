@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
@@ -89,29 +88,24 @@ def test_notes_that_make_no_sense_are_forgotten(
     for folder in closed.dirs:
         write_state(folder, meta={"namespaces": value})
     store = open_store(closed)
-    assert store.namespaces.get("name") is None
+    assert not store.namespaces.get("name")
     assert readable(store) == list(range(RUNS))
-    store.namespaces.put("name", "later")
+    store.namespaces.put("name", {"model": "later"})
     store.close()
-    assert open_store(closed).namespaces.get("name") == "later"
+    assert open_store(closed).namespaces.get("name") == {"model": "later"}
 
 
 def test_of_several_notes_those_that_make_sense_stay() -> None:
-    assert Notes('{"name": "hhkk", "other": 5}').to_json() == '{"name": "hhkk"}'
+    assert Notes({"name": {"model": "hhkk"}, "other": 5}).all() == {"name": {"model": "hhkk"}}
 
 
-def test_notes_that_change_with_each_request_are_written_now_and_then() -> None:
-    notes = Notes(None, every_s=3600.0)
-    assert notes.to_json() == "{}"
-    notes.put("first", "x")
-    assert notes.to_json() == '{"first": "x"}', "at once"
+def test_notes_do_not_grow_without_bound() -> None:
+    notes = Notes(None)
     for number in range(1500):
-        notes.put(str(number), "x")
-    assert notes.to_json() == '{"first": "x"}'
-    assert '"1499": "x"' in notes.to_json(anew=True)
-    assert '"499": "x"' not in notes.to_json()
+        notes.put(str(number), {})
+    assert [*notes.all()] == [str(number) for number in range(500, 1500)]
     notes.drop({"1499"})
-    assert '"1499"' not in notes.to_json(anew=True)
+    assert "1499" not in notes.all()
 
 
 def test_missing_segment_file(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:
@@ -199,20 +193,20 @@ def test_a_state_that_is_lost_or_damaged_costs_no_chunk(
 
 def test_of_several_states_the_newest_counts(closed: StoreConfig, open_store: OpenStore) -> None:
     for number, folder in enumerate(closed.dirs):
-        write_state(folder, serial=10 + number, meta={"namespaces": json.dumps({"who": number})})
+        write_state(folder, serial=10 + number, meta={"namespaces": {"who": number}})
     store = open_store(closed)
-    assert store.namespaces.get("who") is None, "no text"
+    assert not store.namespaces.get("who"), "no object"
     store.close()
     for number, folder in enumerate(closed.dirs[::-1]):
-        write_state(folder, serial=100 - number, meta={"namespaces": json.dumps({"who": folder.name})})
-    assert open_store(closed).namespaces.get("who") == closed.dirs[-1].name
+        write_state(folder, serial=100 - number, meta={"namespaces": {"who": {"name": folder.name}}})
+    assert open_store(closed).namespaces.get("who") == {"name": closed.dirs[-1].name}
 
 
 def test_what_is_known_of_segments_that_are_gone_does_not_stay_for_ever(
     closed: StoreConfig, open_store: OpenStore
 ) -> None:
     known = state_of(closed.dirs[0]).segments
-    more = {1000 + number: SegmentState(1, 1.0, 0) for number in range(200)}
+    more = {1000 + number: SegmentState(1.0, 0) for number in range(200)}
     for folder in closed.dirs:
         write_state(folder, segments={**known, **more})
     store = open_store(closed)

@@ -212,7 +212,31 @@ def test_recency_is_saved_without_a_read_or_a_write(tmp_path: Path, open_store: 
     time.sleep(0.3)
     store.touch(keys)
     (segment,) = Inside(store).catalog.segments()
-    wait_until(lambda: state_of(config.dirs[0]).segments[segment.number].last_used == segment.last_used)
+    wait_until(lambda: state_of(config.dirs[0]).segments[segment.number].score == segment.score)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_was_used_last_is_saved_although_no_score_changes(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    inside, runs = Inside(store), [make_keys(10 * number, 2) for number in range(3)]
+    for keys in runs:
+        write_keys(store, keys, (60_000,) * 2)
+        store.touch(keys)
+    assert len(inside.by_use) == 3
+    inside.write_down()
+    before = state_of(config.dirs[0]).segments
+    store.touch(runs[0])
+    inside.saved._next_at = 0.0
+    inside.write_down()
+    after = state_of(config.dirs[0]).segments
+    assert after == before
+    assert [*after] == inside.by_use != [*before]
+    kill(store)
+    store = open_store(config)
+    assert Inside(store).by_use == [*after]
+    assert store.evict_one()
+    assert [store.contains(keys[0]) for keys in runs] == [True, False, True]
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -238,7 +262,7 @@ def test_recency_that_could_not_be_saved_is_saved_later(
     assert not (tmp_path / "disk0" / "state.tmp").exists()
     Inside(store).write_down()
     (segment,) = Inside(store).catalog.segments()
-    assert state_of(tmp_path / "disk0").segments[segment.number].last_used == segment.last_used
+    assert state_of(tmp_path / "disk0").segments[segment.number].score == segment.score
 
 
 def test_a_directory_that_was_deleted_is_used_again_however_late_the_keeper_is(

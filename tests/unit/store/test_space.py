@@ -514,7 +514,7 @@ def test_the_state_does_not_grow_without_bound(tmp_path: Path, open_store: OpenS
         run = Inside(store).run_of(make_keys(64 * turn, 1)[0])
         Inside(store).catalog.quarantine(run, dict.fromkeys(range(64), 200 * "x"))
     for number in range(5000):
-        store.namespaces.put(str(number), 200 * "x")
+        store.namespaces.put(str(number), {"model": 200 * "x"})
     store.close()
     assert 100_000 < (config.dirs[0] / "state.json").stat().st_size < 2 * MIB / 3
     (newest,) = [*state_of(config.dirs[0]).quarantined][:1]
@@ -528,7 +528,7 @@ def test_a_large_state_is_written_less_often(tmp_path: Path, open_store: OpenSto
     keys = make_keys(0, 4)
     write_keys(store, keys, LAYERS)
     for number in range(1000):
-        store.namespaces.put(str(number), 500 * "x")
+        store.namespaces.put(str(number), {"model": 500 * "x"})
     Inside(store).write_down()
     serial = state_of(config.dirs[0]).serial
     for _ in range(10):
@@ -536,8 +536,7 @@ def test_a_large_state_is_written_less_often(tmp_path: Path, open_store: OpenSto
         Inside(store).write_down()
     assert state_of(config.dirs[0]).serial == serial
     store.close()
-    used = {number: item.last_used for number, item in state_of(config.dirs[0]).segments.items()}
-    assert used == {segment.number: segment.last_used for segment in Inside(store).catalog.segments()}
+    assert state_of(config.dirs[0]).segments == Inside(store).catalog.segment_states()
 
 
 @pytest.mark.usefixtures("no_keeper")

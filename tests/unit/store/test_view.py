@@ -117,8 +117,8 @@ def test_beside_a_server_its_process_and_its_view_of_the_directories(
 def test_health_that_makes_no_sense_is_not_shown(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path)
     store = open_store(config)
-    for told in ("[" * 10**5, "{", "[[]]", '[["ill", ""]]', "7"):
-        Inside(store).saved.save_everywhere({"health": told})
+    for told in ("x", {}, [[]], [["ill", "", 0, 0]], [["out", ""]], 7):
+        Inside(store).saved.save_everywhere({"directories": told})
         with StoreView.open(config.dirs) as view:
             assert [item.condition for item in view.directories()] == ["healthy"]
 
@@ -210,7 +210,7 @@ def test_a_sick_directory_is_reported_and_its_runs_are_unavailable(closed: Store
         (["a/disk0", "b/disk1", "a/disk2"], "directories of different stores"),
         (["a/disk0", "a/disk1", "a/copy"], "are both directory 1"),
         (["nowhere", "a"], "nowhere is not a directory of a store: it does not exist\n.*has no superblock"),
-        (["old"], "old has store format 1, this version reads 4; .* delete all that is in its directories"),
+        (["old"], "old has store format 1, this version reads 5; .* delete all that is in its directories"),
     ],
 )
 def test_not_a_store(tmp_path: Path, open_store: OpenStore, names: Sequence[str], message: str) -> None:

@@ -274,9 +274,9 @@ def test_what_a_request_begins_with_is_used_on_disk_too(tiers: TieredStore) -> N
     assert tiers.flush(60)
     assert tiers.disk is not None
     (segment,) = tiers.disk._catalog.segments()
-    before = segment.last_used
+    before = segment.score
     tiers.touch([key(1)])
-    assert segment.last_used > before
+    assert segment.score > before
 
 
 def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_a_namespace_is_erased_from_the_stores_of_all_ranks(hcache: Hcache, shar
     for rank in range(2):
         dirs = tuple(rank_dir(path, rank, 2) for path in shared)
         with closing(DiskStore.open(replace(small_config(dirs[0]), dirs=dirs), Counters())) as store:
-            store.namespaces.put(NAMESPACE_ID.hex(), "{}")
+            store.namespaces.put(NAMESPACE_ID.hex(), {})
     assert found() == {*secrets}
     [one, other] = as_json(hcache("ls", "--namespaces", "--json", *shared))["ranks"]
     assert one["namespaces"][0]["namespace"] == other["namespaces"][0]["namespace"] == NAMESPACE_ID.hex()
@@ -398,7 +398,7 @@ def test_clear_of_one_namespace(
     store = DiskStore.open(small_config(dirs[0].parent, 2), Counters())
     run = replace(make_run(make_keys(1000, 4), LAYERS), namespace_id=b"somebody else's.")
     store.write_run(run, payload_of(run))
-    store.namespaces.put(mine, json.dumps({"model": "llama", "weights": "0a1b2c3d", "tenant": "01234567"}))
+    store.namespaces.put(mine, {"model": "llama", "weights": "0a1b2c3d", "tenant": "01234567"})
     store.close()
     code, out, _ = hcache("ls", "--namespaces", *dirs)
     assert code == 0
