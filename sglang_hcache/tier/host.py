@@ -123,7 +123,7 @@ class HostTier(SlotMemory):
             self._leave_clean(key)
             del self._entries[key]
             self._free[entry.slot] = None
-            self.gone_use = entry.last_use
+            self.gone_use = max(self.gone_use, entry.last_use)
             self._observer.count("host.chunks_evicted")
             self.on_evicted(key)
 

@@ -59,6 +59,18 @@ def test_a_chunk_that_is_written_is_no_younger_for_it() -> None:
         assert [info(old).key in tier for old in (1, 2, 3)] == left
 
 
+def test_what_has_gone_was_used_no_later_than_is_said() -> None:
+    """Though chunks that had to be written again go in the order of that."""
+    tier = host(2)
+    for name in (1, 2):
+        put(tier, name)
+    tier.mark_dirty([info(2).key, info(1).key])
+    tier.give_up_dirty()
+    for name in (3, 4):
+        put(tier, name)
+    assert tier.gone_use == 2
+
+
 def test_pins_are_counted_by_what_is_pinned() -> None:
     tier = host(4, keep_dirty=True)
     for name in (1, 2, 3):
