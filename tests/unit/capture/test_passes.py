@@ -1,29 +1,33 @@
-"""When K and V of a pass are taken: of a large one layer by layer, beside later layers; of a small one at once.
+"""Saving passes that are not recorded: rows are those of the moment, though they are copied much later.
+
+K and V of a large pass are taken layer by layer, beside later layers; those of a small one at once.
 
 The device is simulated (``tests/unit/restore/delayed_streams.py``).
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_hcache.capture import passes
-from sglang_hcache.capture.device_ring import DeviceRing
+from sglang_hcache.capture.device_ring import NUM_BUFFERS, DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestRows, RowsCaptured
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from tests.unit.capture.save_parts import SaveParts
-from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
+from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedMark, DelayedStreams
 
 NAMESPACE = Namespace(model=b"m", layout="test")
 WIDTH, SLOTS = 6, 512
 METHODS = (Method.KV, Method.KV, Method.HIDDEN, Method.KV, Method.HIDDEN, Method.KV)
-LAYOUT = StateLayout.of(METHODS, 4 * WIDTH, 4 * WIDTH)
+LAYOUT = StateLayout.of(METHODS, 4 * WIDTH, 8 * WIDTH)
 PROMPT = array("q", range(1000, 1000 + 3 * CHUNK_TOKENS))
 
 
@@ -38,7 +42,7 @@ class PrefillingServer(SaveParts):
         super().__init__(LAYOUT, 8, 256)
         self.streams = streams
         self._loses = loses
-        self.pool = torch.full((len(METHODS), SLOTS, WIDTH), torch.nan)
+        self.pool = torch.full((len(METHODS), SLOTS, 2 * WIDTH), torch.nan)
         self.gathered: list[tuple[int, int]] = []
         self.passes = self.capture(METHODS, self._gather, DeviceRing(streams, 40 * 4 * WIDTH))
 
@@ -47,7 +51,7 @@ class PrefillingServer(SaveParts):
         self.assembler.publish(RequestBegins("a", NAMESPACE, array("q")))
         for first, end in zip((0, *ends), ends, strict=False):
             slots = torch.arange(first, end) + 7
-            self.passes.begin(torch.tensor(PROMPT[first:end]), slots)
+            self._begin_pass(first, end, slots)
             for layer in range(len(METHODS)):
                 self._layer(layer, first, end, slots)
             self.passes.end([RequestRows("a", first, 0, end - first)], is_replayed=False)
@@ -55,35 +59,51 @@ class PrefillingServer(SaveParts):
 
     def is_right(self) -> bool:
         self.assembler.close()
-        return list(self.chunks(NAMESPACE, PROMPT, true_rows)) == [[], [], []]
+        return list(self.chunks(NAMESPACE, PROMPT, stored_rows)) == [[], [], []]
+
+    def _begin_pass(self, first: int, end: int, slots: torch.Tensor) -> None:
+        """With tokens that the device has, and that the next pass overwrites."""
+        tokens = torch.full((end - first,), -1)
+        self.streams.put(MODEL, lambda: tokens.copy_(torch.tensor(PROMPT[first:end])))
+        self.passes.begin(tokens, slots)
+        self.streams.put(MODEL, lambda: tokens.fill_(-1))
 
     def _layer(self, layer: int, first: int, end: int, slots: torch.Tensor) -> None:
-        hidden = torch.zeros(end - first, WIDTH)
-        self.streams.put(MODEL, lambda: hidden.copy_(true_rows(layer, first, end)))
-        self.passes.on_layer(layer, hidden)
-        self.streams.put(MODEL, partial(self._write, layer, slots, hidden))
+        rows = torch.zeros(end - first, 2 * WIDTH)
+        self.streams.put(MODEL, lambda: rows.copy_(true_rows(layer, first, end)))
+        self.passes.on_layer(layer, rows[:, :WIDTH])
+        self.streams.put(MODEL, partial(self._write, layer, slots, rows))
 
-    def _write(self, layer: int, slots: torch.Tensor, hidden: torch.Tensor) -> None:
-        self.pool[layer, slots] = hidden
+    def _write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        self.pool[layer, slots] = rows
         if self._loses and layer:
             self.pool[layer - 1, slots] = torch.nan
-        hidden.fill_(torch.nan)
+        rows.fill_(torch.nan)
 
     def _gather(self, into: torch.Tensor, first: int, slots: torch.Tensor) -> None:
         self.gathered.append((first, len(into)))
         into.copy_(self.pool[first : first + len(into), slots])
 
 
+def stored_rows(layer: int, first: int, end: int) -> torch.Tensor:
+    return true_rows(layer, first, end)[:, : LAYOUT.row_bytes[layer] // 4]
+
+
 def true_rows(layer: int, first: int, end: int) -> torch.Tensor:
-    return 1e4 * layer + 16 * torch.arange(first, end).float()[:, None] + torch.arange(WIDTH)
+    return 1e4 * layer + 16 * torch.arange(first, end).float()[:, None] + torch.arange(2 * WIDTH)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("eager", [0, 2])
-def test_a_large_pass_does_not_wait_for_its_end(order: str, eager: int) -> None:
-    server = PrefillingServer(DelayedStreams(order, 0, eager), loses=True)
-    server.save(65, len(PROMPT))
-    assert server.is_right()
+@pytest.mark.parametrize(
+    ("loses", "ends"), [(True, (65,)), (False, (100, 101, 150))], ids=["large passes only", "of any size"]
+)
+def test_rows_are_those_of_the_moment(order: str, eager: int, loses: bool, ends: tuple[int, ...]) -> None:
+    """K and V of a large pass do not wait for its end."""
+    for seed in range(4):
+        server = PrefillingServer(DelayedStreams(order, seed, eager), loses=loses)
+        server.save(*ends, len(PROMPT))
+        assert server.is_right()
 
 
 def test_a_small_pass_is_taken_in_the_fewest_pieces() -> None:
@@ -117,6 +137,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         passes, "bisect_left", lambda layers, before: sum(layer <= before for layer in layers)
     ),
     "at the end": lambda patch: patch.setattr(passes, "_FEW_ROWS", 1000),
+    "before they are in host memory": lambda patch: patch.setattr(
+        DeviceRing, "taken", lambda ring: DelayedMark(ring._streams, ())
+    ),
 }
 
 
@@ -128,6 +151,26 @@ def test_k_and_v_that_are_taken_at_another_moment_are_seen(
     server = PrefillingServer(DelayedStreams(), loses=True)
     server.save(65, len(PROMPT))
     assert not server.is_right()
+
+
+def test_the_serving_thread_never_waits_for_the_device() -> None:
+    streams, serving, waited = DelayedStreams(), threading.get_ident(), []
+    go_on = streams.go_on
+
+    def watched(*args: Any, **named: Any) -> bool:
+        waited.append(threading.get_ident() == serving)
+        return go_on(*args, **named)
+
+    streams.go_on = watched  # type: ignore[method-assign]
+    server = PrefillingServer(streams, loses=False)
+    server.save(100, len(PROMPT))
+    assert server.is_right()
+    assert waited
+    assert not any(waited)
+
+
+def test_the_memory_of_the_ring_is_bounded() -> None:
+    assert DeviceRing(DelayedStreams(), 240).num_bytes == NUM_BUFFERS * 240
 
 
 def test_layers_without_a_hook_are_taken_at_the_end() -> None:
