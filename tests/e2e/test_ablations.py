@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "ablations.py"
 TIERS = ("host", "disk:500MB")
 LENGTHS = (256, 1024)
@@ -50,6 +52,7 @@ def data(folder: Path) -> dict[str, Any]:
 def test_header_and_files(data: dict[str, Any], folder: Path) -> None:
     assert data["versions"].keys() >= {"sglang", "sglang-hcache", "torch"}
     assert data["machine"]["cores"] >= 1
+    assert data["complete"], data["missing"]
     assert data["model"]["layers"] == LAYERS
     out = folder / "out"
     assert json.loads((out / "ablations.json").read_text()) == data
@@ -120,3 +123,26 @@ def test_schedules_are_those_of_the_paper(data: dict[str, Any]) -> None:
         assert row["kv_bytes_per_token"] == LAYERS * 2 * ROW_BYTES
         assert 1 <= row["ratio"] <= 2
         assert sum(row["stored"].values()) == LAYERS
+
+
+def test_what_was_measured_before_a_signal_is_written(tmp_path: Path) -> None:
+    """The second tier's disk is so slow that the signal comes before its rows."""
+    sizes = ("--layers", "4", "--hidden", "128", "--heads", "2", "--lengths", "256", "--rounds", "30")
+    command = [sys.executable, str(BENCHMARK), "partition", "--quick", "--tiers", "host,disk:5MB", *sizes]
+    process = subprocess.Popen(
+        [*command, "--dir", str(tmp_path), "--out", str(tmp_path / "out")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: process.poll() is not None or any(tmp_path.glob("*/partition-1")), 300)
+    finally:
+        process.terminate()
+    _, words = process.communicate()
+    assert process.returncode == 143, words
+    found = json.loads((tmp_path / "out" / "ablations.json").read_text())
+    assert (found["complete"], found["missing"]) == (False, ["partition: disk:5MB, 256 tokens"])
+    assert [(row["tier"], len(row["times"])) for row in found["partition"]] == 3 * [("host", 30)]
+    assert "partition: host, 256 tokens" in words
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

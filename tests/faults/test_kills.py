@@ -183,7 +183,8 @@ class Killing:
         """Open the store, compare it with the model and with its own files."""
         self.counts["checks"] += 1
         begun = time.monotonic()
-        store = DiskStore.open(self.config, Counters())
+        counters = Counters()
+        store = DiskStore.open(self.config, counters)
         self.slowest_open_s = max(self.slowest_open_s, time.monotonic() - begun)
         assert self.slowest_open_s < LONG_S
         try:
@@ -198,6 +199,7 @@ class Killing:
             assert not missing, f"acknowledged, but not served: {sorted(missing)}"
             strange = present - self.model.may
             assert not strange, f"served, but cleared or never written: {sorted(strange)}"
+            assert not counters.snapshot().get("store.corrupt_extents"), "damaged, but nothing was"
             self.model.found(present)
         finally:
             store.close()

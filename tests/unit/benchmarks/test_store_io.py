@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,3 +88,30 @@ def test_without_fio_the_rows_say_so(store_io: Any, tmp_path: Path, monkeypatch:
     }
     assert all(row["ratio_to_fio"] is None for row in rows)
     assert all(len(row["samples"]) == 2 for row in rows if row["variant"] != "fio")
+
+
+def test_what_was_measured_before_a_signal_is_written(
+    bench: Callable[[str], Any], store_io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole rows only. How signals end a command: ``test_stopping.py``."""
+    module = bench("storage.bench")
+    run_engine, calls = module.run_engine, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        # Behind one to learn the rate and all of the first load, in the last round of the second load.
+        if len(calls) == 1 + 3 * len(ENGINES) + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return run_engine(*arguments)
+
+    monkeypatch.setattr(module, "run_engine", interrupted)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    ended = CliRunner().invoke(store_io.app, [*small(tmp_path), "--no-store"])
+    if "O_DIRECT" in ended.output:
+        pytest.skip("no O_DIRECT on the file system of the temporary folder")
+    assert ended.exit_code == 143, ended.output
+    report = report_of(tmp_path)
+    assert report["missing"] == ["randread 64 KiB, depth 2", "write 64 KiB, depth 2"]
+    measured = [(row["pattern"], len(row["samples"])) for row in report["rows"] if not row["note"]]
+    assert measured == len(ENGINES) * [("read", 2)]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
