@@ -123,9 +123,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/e2e: hold measured times to what is promised; needs a machine that does nothing else",
     )
     group.addoption(
-        "--all-families", action="store_true", help="tests/e2e: a real server for every family, not for a few"
-    )
-    group.addoption(
         "--write-families", action="store_true", help="tests/e2e: write what was seen into docs/families.md"
     )
     group.addoption(

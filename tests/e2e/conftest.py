@@ -79,8 +79,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        for marker in ("all_families", "exact_times"):
-            if item.get_closest_marker(marker) and not config.getoption(marker):
-                item.add_marker(pytest.mark.skip(reason=f"runs with --{marker.replace('_', '-')}"))
+        if item.get_closest_marker("exact_times") and not config.getoption("exact_times"):
+            item.add_marker(pytest.mark.skip(reason="runs with --exact-times"))
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)

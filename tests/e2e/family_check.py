@@ -2,7 +2,7 @@
 
 Usage: ``family_check.py DTYPE NAME=MODEL_FOLDER …``, in the environment of ``prepare_launch``. Prints a line of JSON
 for each: what the self-check at start finds, how far K and V restored by each projector are from the model's own over a
-longer prompt, and which damaged projectors the self-check takes.
+longer prompt, and how the self-check refuses damaged projectors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_family(folder: Path, dtype: str) -> dict[str, Any]:
         "fused": _fused(rig),
         "continued": _continued(rig, found),
         "without_projector": _without_projector(rig),
-        "mutants": {name: _is_taken(rig, each) for name, each in _mutants(rig)},
+        "mutants": {name: _refusal(rig, each) for name, each in _mutants(rig)},
     }
 
 
@@ -141,12 +141,13 @@ def _restore(
 # -- mutants -------------------------------------------------------------------------------------
 
 
-def _is_taken(rig: Rig, mutant: Projector) -> bool:
+def _refusal(rig: Rig, mutant: Projector) -> str | None:
+    """Why nothing is served with it; None: the self-check takes it."""
     try:
         _self_check(rig, {"mutant": mutant}, (Method.HIDDEN,))
-    except SelfCheckError:
-        return False
-    return True
+    except SelfCheckError as error:
+        return str(error)
+    return None
 
 
 def _without_projector(rig: Rig) -> str | None:

@@ -108,7 +108,7 @@ def test_the_self_check_takes_no_wrong_projector(results: Results, family: str) 
     found = seen(results, family)
     mutants = dict(found["mutants"])
     if family in ("opt", "gpt2"):  # positions are in the hidden states: a projector cannot get them wrong
-        assert all(mutants.pop(name) for name in list(mutants) if name.startswith("wrong position"))
+        assert {mutants.pop(name) for name in list(mutants) if name.startswith("wrong position")} == {None}
     else:
         assert {"wrong position (generic)", "wrong position far away (generic)"} <= mutants.keys()
     assert {
@@ -121,7 +121,12 @@ def test_the_self_check_takes_no_wrong_projector(results: Results, family: str) 
     if family in ("qwen3", "olmo2"):
         assert "missing norm" in mutants
     assert "missing clip" in mutants or family != "olmo"
-    assert not any(mutants.values()), mutants
+    assert all(mutants.values()), mutants
+    refused = (
+        f"refuses to serve {found['architecture']} with the method hidden: K or V differ from the model's own"
+    )
+    assert refused in mutants["K too large (generic)"]
+    assert "(allowed: " in mutants["K too large (generic)"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,17 +1,17 @@
-"""Families and dtypes behind a real server: restored equals recomputed. Every one with ``--all-families``."""
+"""bfloat16, and models of which no hidden states are stored, behind a real server: restored equals recomputed.
+
+What a server does with a projection does not depend on the family: ``test_attention.py`` has them all without a server,
+and two are behind the servers of ``test_cpu.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from sglang_hcache.cli.server.process import ServerProcessError
-from sglang_hcache.cli.tiny_model.model import FAMILIES
 from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt
 from tests.e2e.test_plans import write_profile
 from tests.e2e.test_serving import assert_same_pool
@@ -21,25 +21,6 @@ LIKELY = range(300, 512, 5)
 ROUNDED = 0.2
 """Logprobs in bfloat16 differ by less: by 0 to 0.07, as the processor rounds. With restored K 5 % too large, by 0.6 at
 least."""
-
-
-@dataclass(frozen=True)
-class Case:
-    model: dict[str, Any]
-    method: str = "hidden"
-    """``--hcache-method``."""
-    chosen: str = "hidden"
-    """The method that the log names."""
-
-
-CASES = {
-    **{name: Case({"family": name}) for name in FAMILIES},
-    "llama-gqa": Case({"family": "llama", "kv_heads": 2}),
-    "llama-gqa-auto": Case({"family": "llama", "kv_heads": 2}, "auto", "kv (auto)"),
-    "llama-kv": Case({"family": "llama"}, "kv", "kv"),
-}
-"""What a server does with a projection does not depend on the family: ``test_attention.py`` has them all without a
-server, and two are behind the servers of ``test_cpu.py``."""
 
 
 def server_for(
@@ -53,42 +34,6 @@ def server_for(
             *more,
         ],
     )
-
-
-@pytest.mark.all_families
-@pytest.mark.parametrize("name", CASES)
-def test_restored_equals_recomputed(name: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    case = CASES[name]
-    with server_for(tmp_path, tiny_model(**case.model), method=case.method) as server:
-        assert f"method {case.chosen}; self-check error" in server.process.log_text()
-        prompt = random_prompt(1, 700)
-        recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)
-        server.ask(prompt)
-        server.to_tiers()
-        restored = server.ask(prompt, rid="probe-restored", tokens=16)
-        assert restored.host == 640
-        assert largest_difference(restored, recomputed) <= TOLERANCE
-        assert_same_pool(server, "restored", "recomputed")
-        server.flush_device()
-        with server.switched_on("corrupt_restored_key"):
-            wrong = server.ask(prompt, tokens=16)
-        assert largest_difference(wrong, recomputed) > TOLERANCE
-        server.flush_device()
-        server.assert_nothing_left()
-
-
-@pytest.mark.all_families
-def test_the_self_check_refuses_a_wrong_projector(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    server = server_for(tmp_path, tiny_model())
-    with (
-        server.switched_on("projector_positions"),
-        pytest.raises(ServerProcessError, match="refuses to serve"),
-        server,
-    ):
-        pass
-    log = server.process.log_text()
-    assert "refuses to serve LlamaForCausalLM with the method hidden: K or V differ" in log
-    assert "allowed:" in log
 
 
 def test_auto_does_without_hidden_states_that_are_projected_wrongly(
