@@ -17,6 +17,7 @@ from sglang_hcache.store import DiskStore, StoreConfig, scan
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import conditions, open_when_unlocked, preads, wait_until
 
@@ -50,6 +51,13 @@ def hang() -> Iterator[Hang]:
         found.let_go()
 
 
+@pytest.fixture
+def given_up_soon(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory that hangs, for as long as it does; a healthy one never, however busy the machine is."""
+    patience_s = property(lambda volume: 0.5 if volume.path == hang.folder else 60.0, lambda *_: None)
+    monkeypatch.setattr(Volume, "patience_s", patience_s, raising=False)
+
+
 def filled(base: Path, num_dirs: int = 2) -> StoreConfig:
     """A closed store with ten runs in some segments."""
     config = small_config(base, num_dirs)
@@ -58,7 +66,7 @@ def filled(base: Path, num_dirs: int = 2) -> StoreConfig:
         write_keys(store, OLD[first : first + 4], LAYERS)
     assert store.stats().segments > 2
     store.close()
-    return replace(config, io_timeout_s=4.0)
+    return config
 
 
 class Opening:
@@ -83,6 +91,7 @@ class Opening:
             self.error = error
 
 
+@pytest.mark.usefixtures("given_up_soon")
 @pytest.mark.parametrize("stripe", [0, 1])
 def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
     tmp_path: Path, hang: Hang, stripe: int
@@ -106,6 +115,7 @@ def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
         store.close()
 
 
+@pytest.mark.usefixtures("given_up_soon")
 def test_without_any_other_directory_the_start_is_refused(tmp_path: Path, hang: Hang) -> None:
     config = filled(tmp_path, 1)
     hang.folder = config.dirs[0]
@@ -142,6 +152,7 @@ def test_what_hung_at_a_start_leaves_no_lock_behind(
     open_when_unlocked(config).close()
 
 
+@pytest.mark.usefixtures("given_up_soon")
 @pytest.mark.parametrize("what", ["read_state", "write_state"])
 def test_a_directory_that_hangs_over_its_state_is_left_out(
     tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch, what: str
