@@ -123,6 +123,14 @@ def served(store: DiskStore) -> set[int]:
     return {number for number, keys in enumerate(RUNS) if is_served(store, keys)}
 
 
+def read_as(parse: Callable[[bytes], object], data: bytes) -> str:
+    """What ``parse`` makes of the bytes of a file: those that are read as the same do the same to a store."""
+    try:
+        return repr(parse(data))
+    except (ValueError, CorruptExtentError):
+        return "nothing"
+
+
 def examine(config: StoreConfig) -> set[int] | None:
     """What is served after a start, or None if the store refuses with an error of ours.
 
