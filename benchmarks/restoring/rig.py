@@ -27,8 +27,9 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.attention import kv_weights
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
+from sglang_hcache.restore.decision import Decision
 from sglang_hcache.restore.engine import RestoreEngine
-from sglang_hcache.restore.gate import Decision, RestoreGate
+from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import (

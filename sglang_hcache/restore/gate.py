@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.costs import LayerCosts
-from sglang_hcache.plan.planner import fastest_restore
+from sglang_hcache.plan.planner import RestoreTimes, fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.timeline import spread_order
+from sglang_hcache.restore.decision import COMPUTE, FIRST, OVERHEAD_S, Decision
 from sglang_hcache.restore.drift import WEIGHT, Drift, Tries, bounded
 from sglang_hcache.tier.tiered import DISK
-
-OVERHEAD_S = 0.002
-"""Between the scheduler's decision and the first read, and between the last layer and admission."""
 
 _SHORT_S = 0.004
 """What a restore took says something of how fast tier and device are, and something of the delay that every restore
@@ -44,97 +42,12 @@ _RECOMPUTING_GAINS = 1.1
 """Layers are recomputed only if that makes the restore more than this many times as fast: other requests wait for the
 device meanwhile, predictions are off by as much, and on a CPU the other layers' projections get less of the cores."""
 
-_PATIENCE = 1.5
-"""A restore is abandoned after this many times the time that recomputing was predicted to take. Not right after that
-time: most restores are nearly done then, and their work would be lost."""
-_LEAST_PATIENCE_S = 0.25
-"""Pauses of a busy machine must not end restores of a few milliseconds."""
-
-_LEAST_TRY_S = 0.05
-"""The same of one that is only tried, which nobody misses."""
-
 _FORGOTTEN = 0.05
-"""How much of an observation it is that no layer was recomputed."""
+"""How much of an observation it is that no layer was recomputed for fear of what that takes."""
 
-_COMPUTE, _FIRST = "project", "recompute"
-"""As ``core.metrics`` names a restore's phases."""
 _PREFILL = "prefill"
 """First layers are a pass, too, but beside reads and products: by what they are slower is a factor of its own, or
 whole prefills would look as slow, and restores as if they paid."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a restore and its alternative would take, seconds, and how it would be done."""
-
-    num_recompute: int
-    """First layers that are recomputed."""
-    layers: tuple[int, ...]
-    """The others, in the order in which they are read."""
-    work_s: float
-    """The restore itself, from the first read to the last layer, by the costs alone."""
-    delay_s: float
-    """What restores took besides of late."""
-    recompute_s: float
-    """What computing the tokens takes: the whole of each pass that they fill, and for the rest of them what they add to
-    the pass that the request needs anyway."""
-    first_layers_s: float
-    """Part of the restore: a pass through its first layers."""
-    others_s: float
-    """Part of the restore: the other layers, if the first ones do not hold them up."""
-    io_s: float
-    """Part of the restore: reading alone."""
-    tier: str
-    """The one whose reads take longest."""
-    read_tier: str
-    """The disk, if a part is there: what lies in host memory is restored from where it is, and nobody waits for it."""
-    bottleneck: str
-    """That tier, or the work whose time decides."""
-    others_bottleneck: str
-    """The same of the other layers alone."""
-    drift: Mapping[str, float]
-    """By which the costs were multiplied."""
-    is_try: bool
-    """Whether it is to show how fast the tier is, though it would not pay."""
-
-    @property
-    def job_s(self) -> float:
-        """From the first read to the last layer."""
-        return self.work_s + self.delay_s
-
-    @property
-    def restore_s(self) -> float:
-        """From the decision until the request can be admitted."""
-        return self.job_s + OVERHEAD_S
-
-    @property
-    def waits_for_reads(self) -> bool:
-        """Whether a tier decides how long it takes."""
-        return self.bottleneck not in (_COMPUTE, _FIRST)
-
-    def __str__(self) -> str:
-        recomputed = f", first {self.num_recompute} layers recomputed" if self.num_recompute else ""
-        return (
-            f"{self.restore_s:.3f} s predicted{recomputed} ({self.bottleneck} decides), "
-            f"{self.recompute_s:.3f} s without"
-        )
-
-    def pays(self, behind_s: float = 0.0) -> bool:
-        """Whether to start it.
-
-        Args:
-            behind_s: seconds of other restores that come first, less seconds of other prefills that would come before
-                its recomputation. Below 0 counts as 0: a restore that is slower than recomputing gains nothing.
-        """
-        return max(0.0, behind_s) + self.restore_s < self.recompute_s
-
-    def deadline_s(self, backlog_s: float) -> float:
-        """Seconds after which a restore that starts behind ``backlog_s`` of others is abandoned: one that is only
-        tried, as soon as recomputing would have been over.
-        """
-        if self.is_try:
-            return backlog_s + max(_LEAST_TRY_S, self.recompute_s)
-        return backlog_s + max(_LEAST_PATIENCE_S, _PATIENCE * self.recompute_s)
 
 
 class RestoreGate:
@@ -165,8 +78,10 @@ class RestoreGate:
         self._pass_tokens = pass_tokens
         # Not all of them: that is no restore, but what happens without one.
         self._max_recompute = len(stored) - 1 if may_recompute else 0
-        self._drift = Drift([*profile.tiers, _COMPUTE, _FIRST, _PREFILL])
+        self._drift = Drift([*profile.tiers, COMPUTE, FIRST, _PREFILL])
         self._tries = Tries()
+        self._tries_recompute = False
+        """Whether the next one may recompute layers. One may be lost because it does, or because it does not."""
         self._delay_s = 0.0
         self._unknown: set[str] = set()
 
@@ -176,7 +91,8 @@ class RestoreGate:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
 
         Args:
-            is_try: as if all were at least as fast as when it was measured.
+            is_try: as if all were at least as fast as when it was measured. After a lost one the next try recomputes
+                layers if that one could not, or the other way round.
 
         Raises:
             ValueError: there are none.
@@ -184,27 +100,20 @@ class RestoreGate:
         parts = {tier: count for tier, count in tokens.items() if count}
         for tier in parts.keys() - self.profile.tiers.keys():
             self._assume(tier)
+        count = sum(parts.values())
         factors = self._factors(is_try=is_try)
         costs = self._costs(parts, start, factors)
         loaded = self._loaded(costs, factors, load)
-        count = sum(parts.values())
-        num_blocks = -(-count // self._block_tokens)
-        times = fastest_restore(
-            self._stored,
-            loaded,
-            num_blocks=num_blocks,
-            max_recompute=self._max_recompute,
-            least_gain=_RECOMPUTING_GAINS,
-        )
+        recompute_s = self.prefill_s(count, start)
+        most = self._most_for_try(parts, start, recompute_s) if is_try else self._max_recompute
+        times = self._fastest(self._stored, loaded, count, most)
         projected = self._stored[times.num_recompute :]
-        others = times
-        if times.num_recompute:
-            others = fastest_restore(projected, loaded, num_blocks=num_blocks, max_recompute=0)
+        others = self._fastest(projected, loaded, count, 0) if times.num_recompute else times
         unknown = self._unknown & parts.keys()
         order = spread_order((Method.RECOMPUTE,) * times.num_recompute + projected, costs)
         work_s = {
-            _FIRST: times.num_recompute * costs.compute_recompute_s,
-            _COMPUTE: projected.count(Method.HIDDEN) * costs.compute_hidden_s
+            FIRST: times.num_recompute * costs.compute_recompute_s,
+            COMPUTE: projected.count(Method.HIDDEN) * costs.compute_hidden_s
             + projected.count(Method.KV) * costs.compute_kv_s,
         }
         slowest = max(
@@ -215,8 +124,8 @@ class RestoreGate:
             num_recompute=times.num_recompute,
             work_s=times.total_s,
             delay_s=self._delay_s,
-            recompute_s=self.prefill_s(count, start),
-            first_layers_s=work_s[_FIRST],
+            recompute_s=recompute_s,
+            first_layers_s=work_s[FIRST],
             others_s=others.total_s,
             io_s=times.io_s,
             tier=slowest,
@@ -224,8 +133,10 @@ class RestoreGate:
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
-            others_bottleneck=slowest if unknown or others.io_s >= others.compute_s else _COMPUTE,
+            others_bottleneck=slowest if unknown or others.io_s >= others.compute_s else COMPUTE,
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
+            avoids_first_layers=not times.num_recompute
+            and self._would_recompute(loaded, factors, count, most),
             drift=factors,
             is_try=is_try,
         )
@@ -276,22 +187,21 @@ class RestoreGate:
         """A restore of which ``decision`` was made took ``seconds``, from the first read to the last layer.
 
         Args:
-            first_layers_s: what recomputing its first layers took; None: there were none, or it was stopped before.
+            first_layers_s: what recomputing its first layers took, until it was stopped; None: there were none.
             others_s: what the other layers took; None: all of ``seconds``, or they were stopped.
             waited_s: part of that in which they waited for reads.
             is_complete: False: it was stopped then, and would have taken longer.
         """
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
+        if decision.is_try and not is_won:
+            self._tries_recompute = not self._tries_recompute
         if first_layers_s is not None:
-            self._drift.learn(_FIRST, decision.drift[_FIRST] * first_layers_s / decision.first_layers_s)
-        elif not decision.num_recompute:
-            self._forget_first()
-        elif others_s is not None or decision.bottleneck == _FIRST:
-            # What was stopped are the first layers: they would have taken longer.
-            self._learn_at_least(_FIRST, decision.drift[_FIRST] * seconds / decision.job_s)
-            if others_s is None:
-                return
+            seen = decision.drift[FIRST] * first_layers_s / decision.first_layers_s
+            self._drift.learn(FIRST, seen if is_complete else max(seen, self._drift.factors[FIRST]))
+        elif decision.avoids_first_layers:
+            # That they were slow once is less and less certain, and nothing else would show that they are not.
+            self._drift.learn(FIRST, 1.0, _FORGOTTEN)
         self._learn_others(
             decision,
             seconds if others_s is None else others_s,
@@ -313,7 +223,7 @@ class RestoreGate:
         least_s = work_s + decision.delay_s
         if 0 < decision.io_s < waited_s and waited_s > seconds / 2:
             # A disk has become slow. Blamed on the work, or on memory, restores from memory would stop as well.
-            if name == _COMPUTE:
+            if name == COMPUTE:
                 least_s = most_s = decision.io_s
             name = decision.read_tier
             work_s = max(work_s, waited_s)
@@ -358,12 +268,32 @@ class RestoreGate:
         self._drift.factors[tier] = 1.0
         self._unknown.add(tier)
 
-    def _learn_at_least(self, name: str, seen: float) -> None:
-        self._drift.learn(name, max(seen, self._drift.factors[name]))
+    def _fastest(
+        self, stored: Sequence[Method], costs: LayerCosts, count: int, max_recompute: int
+    ) -> RestoreTimes:
+        return fastest_restore(
+            stored,
+            costs,
+            num_blocks=-(-count // self._block_tokens),
+            max_recompute=max_recompute,
+            least_gain=_RECOMPUTING_GAINS,
+        )
 
-    def _forget_first(self) -> None:
-        """No layer was recomputed: that this was slow once is less and less certain."""
-        self._drift.learn(_FIRST, min(1.0, self._drift.factors[_FIRST]), _FORGOTTEN)
+    def _would_recompute(
+        self, costs: LayerCosts, factors: Mapping[str, float], count: int, max_recompute: int
+    ) -> bool:
+        """Whether layers would be recomputed if that took no longer than whole passes."""
+        if factors[FIRST] <= 1:
+            return False
+        costs = replace(costs, compute_recompute_s=costs.compute_recompute_s / factors[FIRST])
+        return self._fastest(self._stored, costs, count, max_recompute).num_recompute > 0
+
+    def _most_for_try(self, parts: Mapping[str, int], start: int, recompute_s: float) -> int:
+        """How many first layers a try may recompute: a pass through them cannot be stopped."""
+        if not self._tries_recompute:
+            return 0
+        layer_s = self._costs(parts, start, self._drift.factors).compute_recompute_s
+        return min(self._max_recompute, int(recompute_s / layer_s))
 
     def _factors(self, *, is_try: bool) -> dict[str, float]:
         """By which the costs are multiplied: for a try those of restores count as at most what was measured."""
@@ -373,7 +303,7 @@ class RestoreGate:
         return factors
 
     def _loaded(self, costs: LayerCosts, factors: Mapping[str, float], load: Load) -> LayerCosts:
-        fixed_s = factors[_COMPUTE] * self.profile.compute.hidden.fixed_s
+        fixed_s = factors[COMPUTE] * self.profile.compute.hidden.fixed_s
         projecting_s = load.computing * fixed_s + load.projecting * (costs.compute_hidden_s - fixed_s)
         return replace(costs.scaled(compute=load.computing), compute_hidden_s=projecting_s)
 
@@ -383,7 +313,7 @@ class RestoreGate:
         pass_s = factors[_PREFILL] * costs.compute_recompute_s + more_passes * self._fixed_s
         return replace(
             costs,
-            compute_hidden_s=factors[_COMPUTE] * costs.compute_hidden_s,
-            compute_kv_s=factors[_COMPUTE] * costs.compute_kv_s,
-            compute_recompute_s=factors[_FIRST] * pass_s,
+            compute_hidden_s=factors[COMPUTE] * costs.compute_hidden_s,
+            compute_kv_s=factors[COMPUTE] * costs.compute_kv_s,
+            compute_recompute_s=factors[FIRST] * pass_s,
         )

@@ -24,7 +24,7 @@ from sglang_hcache.plan.planner import (
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import PLANNED_TOKENS
-from sglang_hcache.restore.gate import OVERHEAD_S
+from sglang_hcache.restore.decision import OVERHEAD_S
 
 SHOWN_NAMES = {
     PlanKind.AUTO: "hcache",

@@ -10,7 +10,8 @@ from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, best_stored, planned_tier
-from sglang_hcache.restore.gate import Decision, RestoreGate
+from sglang_hcache.restore.decision import Decision
+from sglang_hcache.restore.gate import RestoreGate
 
 _BLOCK_TOKENS = 4096
 """Most tokens that the server reads at a time, where its host memory is not very small."""

@@ -287,12 +287,12 @@ class ServerClient:
 
     def _failure(self, error: httpx.HTTPError) -> ChatError:
         """What went wrong on the way, for people."""
+        why = f": {error}" if str(error) else ""
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            why = f": {error}" if str(error) else ""
             return UnreachableError(f"{self.url} cannot be reached{why}")
         if isinstance(error, httpx.TimeoutException):
             return SilentError(f"{self.url} did not answer in time")
-        return ChatError(f"{self.url}: the connection broke")
+        return ChatError(f"{self.url}: the connection broke{why}")
 
     # -- end -------------------------------------------------------------------------------------
 

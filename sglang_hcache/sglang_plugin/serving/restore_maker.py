@@ -16,7 +16,8 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
-from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
+from sglang_hcache.restore.decision import Decision
+from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import YIELDING_SHARE
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch

@@ -13,7 +13,7 @@ from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
-from sglang_hcache.restore.gate import Decision
+from sglang_hcache.restore.decision import Decision
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.seam.protocols import Node, Prompt
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation

@@ -163,15 +163,16 @@ def _patch_recomputation(switches):
 
 def _be_patient():
     """With a machine that has much else to do."""
-    from sglang_hcache.restore import gate
+    from sglang_hcache.restore import decision
     from sglang_hcache.tier import demoter
 
-    gate._LEAST_PATIENCE_S = _PATIENCE_S
+    decision._LEAST_PATIENCE_S = _PATIENCE_S
     demoter._WAIT_FOR_SLOT_S = _PATIENCE_FOR_SLOTS_S
 
 
 def _patch_learning(switches):
-    from sglang_hcache.restore.gate import Decision, RestoreGate
+    from sglang_hcache.restore.decision import Decision
+    from sglang_hcache.restore.gate import RestoreGate
 
     def unless_kept(learn):
         def patched(self, *observation, **more):

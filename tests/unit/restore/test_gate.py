@@ -11,7 +11,8 @@ import pytest
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
-from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
+from sglang_hcache.restore.decision import Decision
+from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
 from sglang_hcache.sglang_plugin.setup.start_lines import prediction_text
 from tests.made_profiles import made_profile, per_token, reads
 
@@ -372,7 +373,7 @@ def test_short_restores_are_not_tried_while_longer_ones_are_started() -> None:
 
 
 def test_one_that_is_only_tried_is_planned_as_if_all_were_as_fast_as_measured() -> None:
-    """Planned by what is known, hardly any layer would be read, which shows little, and nothing if reads are late."""
+    """It is lost if the tier is still slow, or if layers have to be recomputed, too: then the next one does that."""
     some = mixing(disk=16e-6)
     before = decide(some, 0, 1024)
     assert 0 < before.num_recompute < LAYERS
@@ -380,13 +381,32 @@ def test_one_that_is_only_tried_is_planned_as_if_all_were_as_fast_as_measured() 
         some.restored(decide(some, 0, 1024), 10.0, waited_s=9.0, is_complete=False)
     slow = decide(some, 0, 1024)
     assert not slow.pays()
-    tried = some.decide({"disk": 1024}, 0, is_try=True)
-    assert (tried.num_recompute, tried.recompute_s) == (before.num_recompute, slow.recompute_s)
-    some.restored(tried, tried.recompute_s, is_complete=False)
+    plain = some.decide({"disk": 1024}, 0, is_try=True)
+    assert (plain.num_recompute, plain.recompute_s, plain.drift["disk"]) == (0, slow.recompute_s, 1.0)
+    some.restored(plain, plain.recompute_s, is_complete=False)
     assert decide(some, 0, 1024).drift == slow.drift, "it was no slower than is known"
-    some.restored(tried, tried.job_s, tried.first_layers_s, others_s=tried.others_s)
-    some.restored(tried, tried.job_s, tried.first_layers_s, others_s=tried.others_s)
+    mixed = some.decide({"disk": 1024}, 0, is_try=True)
+    assert mixed.num_recompute == before.num_recompute
+    some.restored(mixed, mixed.job_s, mixed.first_layers_s, others_s=mixed.others_s)
+    assert some.decide({"disk": 1024}, 0, is_try=True).num_recompute, "that one was won"
+    some.restored(mixed, mixed.job_s, mixed.first_layers_s, others_s=mixed.others_s)
     assert decide(some, 0, 1024).pays()
+
+
+def test_what_one_recomputes_that_is_only_tried_takes_no_longer_than_recomputing_all() -> None:
+    """As far as is known: a pass through first layers cannot be stopped."""
+    some = mixing(disk=16e-6)
+    for _ in range(20):
+        found = decide(some, 0, 1024)
+        first_layers_s = found.num_recompute * 6 * 1024 * 16e-6
+        some.restored(found, 10.0, first_layers_s or None, is_complete=False)
+    factor = decide(some, 0, 1024).drift["recompute"]
+    assert factor > 4
+    lost = some.decide({"disk": 1024}, 0, is_try=True)
+    some.restored(lost, lost.recompute_s, is_complete=False)
+    tried = some.decide({"disk": 1024}, 0, is_try=True)
+    assert tried.num_recompute == 1
+    assert factor * tried.first_layers_s < tried.recompute_s
 
 
 def test_one_that_is_only_tried_is_stopped_when_recomputing_would_be_over() -> None:
@@ -432,7 +452,7 @@ def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
     some = gate(may_recompute=True, methods=(Method.KV,) * LAYERS, run=per_token(6e-6, 5e-4))
     before = decide(some, 0, 1024)
     assert before.bottleneck == "recompute"
-    some.restored(before, 2 * before.restore_s)
+    some.restored(before, 2 * before.restore_s, 2 * before.first_layers_s, is_complete=False)
     after = decide(some, 0, 1024)
     assert after.drift["recompute"] > 1.1
     assert after.recompute_s == before.recompute_s
@@ -440,7 +460,7 @@ def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
 
 def mixing(disk: float) -> RestoreGate:
     """K and V from a disk; a layer's tokens take 16 us each to recompute, and twice ``disk`` to read."""
-    return gate(may_recompute=True, methods=(Method.KV,) * LAYERS, disk=disk, run=per_token(16e-6))
+    return gate(may_recompute=True, methods=(Method.KV,) * LAYERS, host=1e-7, disk=disk, run=per_token(16e-6))
 
 
 def restore_of_both(some: RestoreGate, read_s: float, run_s: float) -> int:
@@ -486,8 +506,12 @@ def test_first_layers_that_were_stopped_took_too_long_where_the_others_are_there
     some = mixing(8e-6)
     first = decide(some, 0, 1024)
     assert first.num_recompute
-    some.restored(first, 3 * first.job_s, others_s=first.others_s, is_complete=False)
+    long_s = 3 * first.first_layers_s
+    some.restored(first, long_s, long_s, others_s=first.others_s, is_complete=False)
     assert decide(some, 0, 1024).drift == {**first.drift, "recompute": pytest.approx(2**0.2)}
+    slower = decide(some, 0, 1024)
+    some.restored(slower, 9.0, slower.first_layers_s / 2, others_s=slower.others_s, is_complete=False)
+    assert decide(some, 0, 1024).drift == slower.drift, "until then they had waited for others"
 
 
 def test_that_first_layers_were_slow_once_is_forgotten() -> None:
@@ -500,6 +524,19 @@ def test_that_first_layers_were_slow_once_is_forgotten() -> None:
     for _ in range(300):
         after = restore_of_both(some, 1024 * 8e-6, run_s)
     assert after == before > 0
+
+
+def test_restores_that_would_recompute_none_say_nothing_of_first_layers() -> None:
+    some = mixing(8e-6)
+    for _ in range(6):
+        restore_of_both(some, 1024 * 16e-6, 3 * 1024 * 16e-6)
+    slow = decide(some, 0, 1024).drift["recompute"]
+    assert slow > 2
+    for _ in range(300):
+        in_memory = decide(some, 1024, 0)
+        assert (in_memory.num_recompute, in_memory.avoids_first_layers) == (0, False)
+        some.restored(in_memory, in_memory.job_s)
+    assert decide(some, 0, 1024).drift["recompute"] == slow
 
 
 def test_what_long_restores_take_more_or_less_is_no_delay_of_short_ones() -> None:

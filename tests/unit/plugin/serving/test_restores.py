@@ -196,6 +196,8 @@ class Forward:
     """(first position, end, layers)."""
     slots: list[int] = field(default_factory=list)
     error: Exception | None = None
+    seconds: float = 0.001
+    """That each pass takes."""
 
     def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
         if self.error is not None:
@@ -203,7 +205,7 @@ class Forward:
         assert len(tokens) == len(slots)
         self.passes.append((start, len(tokens), num_layers))
         self.slots = slots.tolist()
-        return 0.001
+        return self.seconds
 
 
 class World:
@@ -1294,14 +1296,17 @@ def test_first_layers_that_take_too_long_each_time_are_recomputed_no_more() -> N
     gate = recomputing_gate(2)
     for name in range(30):
         mixing = World(gate)
+        mixing.forward.seconds = 50.0
         prompt = tokens(name, 6)
         mixing.store(prompt)
         mixing.queue("a", prompt)
         mixing.coordinator.tick()
-        (job,) = mixing.engine.jobs
         if not mixing.coordinator.running.is_recomputing:
             break
-        job.deadline_s, job.started = 0.0, time.monotonic() - 100
+        (job,) = mixing.engine.jobs
+        decision = next(iter(mixing.coordinator.running)).decision
+        assert decision is not None
+        job.deadline_s, job.started, job.seconds = 0.0, time.monotonic() - 100, decision.others_s
         mixing.engine.end(RestoreState.DONE)
         for _ in range(2):
             mixing.coordinator.tick()
