@@ -161,7 +161,7 @@ class Space:
             self._eviction.relieve(stripes)
 
     def tend(self) -> None:
-        """In the background: delete what could not be deleted, and what is too old; keep the floor; make room."""
+        """In the background: delete what could not be deleted, and what is too old; keep cap and floor; make room."""
         with self._lock:
             if self._closed:
                 return
@@ -169,6 +169,8 @@ class Space:
             if self._active is not None and self._retention.is_filled(self._active):
                 self._seal_active()
             self._retention.enforce()
+            # Not before a directory that is back can be written to: else what the others hold goes instead.
+            self._eviction.restore_cap()
             self._eviction.restore_floor()
             members = self._eviction.next_members()
             if members:
@@ -188,7 +190,6 @@ class Space:
             self._next_number = max(self._next_number, self._reconciler.compare(volume) + 1)
             if self._active is not None and self._active.retired:
                 self._active = None
-            self._eviction.restore_cap()  # files of segments that could not be read count from now on
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""

@@ -52,6 +52,28 @@ def test_it_counts_against_the_cap_and_goes_first(tmp_path: Path, monkeypatch: p
     store.close()
 
 
+def test_what_is_above_the_cap_goes_there_and_not_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2, size=6 * 2**20)
+    cap_bytes = config.segments_budget_bytes
+    write_without(config, None, [], monkeypatch)
+    write_without(config, 0, [make_keys(10 * index, 4) for index in range(80)], monkeypatch)
+    with monkeypatch.context() as patch:
+        sick({"disk1"}, patch)
+        store = DiskStore.open(config, Counters())
+        for index in range(80):
+            write_keys(store, make_keys(10_000 + 10 * index, 4), SIZES)
+        served = store.stats().chunks
+    assert Inside(store).space.used_bytes() + in_files(config, 1) > cap_bytes
+    wait_until(lambda: is_healthy(store))
+    wait_until(lambda: Inside(store).space.used_bytes() <= cap_bytes)
+    assert in_files(config, 1) == 0
+    # Room for the next segment is for files in both directories now.
+    assert store.stats().chunks >= 0.8 * served > 0
+    store.close()
+
+
 @pytest.mark.parametrize("namespace_id", [NAMESPACE_ID, bytes(16)])
 def test_who_erases_a_namespace_erases_it_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace_id: bytes
