@@ -236,7 +236,7 @@ def test_a_wall_clock_that_is_wild_changes_no_deadline(
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + chance.uniform(-10, 10) * DAY_S)
     engine = HangingEngine(PosixEngine(2, 2), lambda op: False)
-    config = replace(small_config(tmp_path, 2), io_timeout_s=0.5, write_budget_bytes=64 * MIB)
+    config = replace(small_config(tmp_path, 2), io_timeout_s=0.5)
     store = open_store(config, engine)
     with Traffic(store, Habits(seed="0", num_threads=2, num_keys=60)) as traffic:
         for turn in range(3):
@@ -247,7 +247,6 @@ def test_a_wall_clock_that_is_wild_changes_no_deadline(
             wait_until(lambda late=late, turn=turn: traffic.counts[late] > turn, HANG_S)
             engine.let_go()
             wait_until(lambda: {item.condition for item in store.stats().directories} == {"healthy"}, HANG_S)
-        assert store.stats().written_today_bytes >= 0
     in_time(store.close)
 
 

@@ -28,6 +28,7 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
+from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -287,9 +288,10 @@ def test_looking_ahead_refuses_what_is_not_this_store(tmp_path: Path, open_store
         with pytest.raises(StoreFormatError, match="--hcache-dirs: this store has 2 directories"):
             look_ahead(replace(config, dirs=dirs))
     first, second = (path / "superblock.json" for path in config.dirs)
-    good = first.read_bytes()
-    first.write_bytes(good.replace(b'"format_version": 5', b'"format_version": 6'))
-    with pytest.raises(StoreFormatError, match="has store format 6, this version reads 5"):
+    change_format(first, FORMAT_VERSION + 1)
+    with pytest.raises(
+        StoreFormatError, match=f"format {FORMAT_VERSION + 1}, this version reads {FORMAT_VERSION}"
+    ):
         look_ahead(config)
     first.write_bytes(b"{}")
     look_ahead(config)  # the other one says what the store is
@@ -435,11 +437,14 @@ def test_directories_of_two_stores(tmp_path: Path, open_store: OpenStore) -> Non
     open_fails(config, StoreFormatError, "--hcache-dirs: .* directories of different stores")
 
 
+def change_format(superblock: Path, version: int) -> None:
+    superblock.write_text(json.dumps({**json.loads(superblock.read_text()), "format_version": version}))
+
+
 def test_another_format_version(tmp_path: Path, open_store: OpenStore) -> None:
     config = stored(tmp_path, 1, open_store)
-    path = config.dirs[0] / "superblock.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
-    open_fails(config, StoreFormatError, "store format 1, this version reads 5")
+    change_format(config.dirs[0] / "superblock.json", 1)
+    open_fails(config, StoreFormatError, f"store format 1, this version reads {FORMAT_VERSION}")
 
 
 @pytest.mark.parametrize("kind", ["other format", "one more", "two stores", "damaged"])
@@ -449,7 +454,7 @@ def test_where_a_refused_start_says_so_a_store_begins_once_all_is_deleted(tmp_pa
     old, wanted = list(config.dirs), config
     first = config.dirs[0] / "superblock.json"
     if kind == "other format":
-        first.write_bytes(first.read_bytes().replace(b'"format_version": 4', b'"format_version": 5'))
+        change_format(first, FORMAT_VERSION + 1)
     elif kind == "one more":
         wanted = replace(config, dirs=(*config.dirs, tmp_path / "new"))
     elif kind == "two stores":
