@@ -160,7 +160,11 @@ def _strays(view: StoreView) -> Iterator[Finding]:
                 f"`{GC}` removes them, and so does the next start of a server",
                 is_error=False,
             )
-        tail = sum(max(0, size - ends.get((stripe, number), size)) for number, size in sizes.items())
+        tail = sum(
+            max(0, size - ends.get((stripe, number), size))
+            for number, size in sizes.items()
+            if number not in view.unread
+        )
         if tail:
             what = f"{path}: {format_bytes(tail)} behind the last runs, as a kill leaves them"
             yield Finding(what, f"`{GC}` frees them, and so does the next start of a server", is_error=False)

@@ -14,6 +14,7 @@ import pytest
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.inspect.check import check
+from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
@@ -187,6 +188,21 @@ def test_a_file_whose_end_cannot_be_read_keeps_those_beside_it(
         last = view.places[-1]
     with preads(lambda read, at: read == path and last.offsets[stripe] in at and fail()):
         DiskStore.open(config, Counters()).close()
+    assert found_at_a_start(config) == len(RUNS)
+
+
+def test_what_lies_behind_a_failed_read_is_not_said_to_be_of_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, segment=2**22, size=2**25)
+    write_without(config, None, RUNS, monkeypatch)
+    (path,) = config.dirs[0].glob("*.seg")
+    with StoreView.open(config.dirs) as view:
+        bad = view.places[3].offsets[0]
+    with preads(lambda _, at: bad in at and fail()):
+        with StoreView.open(config.dirs) as view:
+            assert [finding.what for finding in check(view)] == [f"{path}: cannot be read"]
+        collect(config.dirs)
     assert found_at_a_start(config) == len(RUNS)
 
 
