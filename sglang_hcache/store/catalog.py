@@ -177,9 +177,9 @@ class Catalog:
             self._admit(run)
 
     def drop_run(self, run: StoredRun) -> None:
-        """Make a run a miss, if it is none."""
+        """Forget a run, if its segment has it."""
         with self._lock:
-            if not run.dropped:
+            if run in run.segment.runs:
                 self._forget(run)
 
     def set_aside(self, run: StoredRun) -> bool:
@@ -187,14 +187,13 @@ class Catalog:
         with self._lock:
             if run.dropped:
                 return False
-            run.segment.unread_runs += len(run.quarantined) < len(run.place.keys)
-            self._forget(run)
+            self._forget_chunks(run)
             return True
 
     def drop_file(self, segment: Segment, stripe: int) -> int:
-        """Make all runs misses that have a part in the file of ``segment`` in directory ``stripe``; says how many."""
+        """Forget all runs that have a part in the file of ``segment`` in directory ``stripe``; says how many."""
         with self._lock:
-            gone = [run for run in segment.runs if not run.dropped and run.place.shape.part_bytes[stripe]]
+            gone = [run for run in segment.runs if run.place.shape.part_bytes[stripe]]
             for run in gone:
                 self._forget(run)
             return len(gone)
@@ -314,9 +313,12 @@ class Catalog:
 
     def _forget(self, run: StoredRun) -> None:
         run.segment.runs.discard(run)
-        run.dropped = True
         self._marked.pop(run, None)
         self._quarantined -= len(run.quarantined)
+        self._forget_chunks(run)
+
+    def _forget_chunks(self, run: StoredRun) -> None:
+        run.dropped = True
         for index in range(len(run.place.keys)):
             self._forget_chunk(run, index)
 

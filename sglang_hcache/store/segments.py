@@ -30,7 +30,7 @@ class StoredRun:
         self.place = place
         self.segment = segment
         self.dropped = False
-        """It is gone: its chunks are misses, or other runs hold them."""
+        """Its chunks are misses, or other runs hold them: it is gone, or a read of it has failed."""
         self.quarantined = _NONE
         """Chunks that are not served any more, and why."""
 
@@ -68,7 +68,7 @@ class Segment:
         self.is_unread = False
         """A read of it failed at the start: nobody knows what else is in it."""
         self.unread_runs = 0
-        """It has them, but they are not served: not found at the start, or a read of them has failed."""
+        """So many more it has that were not found at the start, for a read failed."""
         self.score = 0.0
         """The segment with the lowest one is evicted first."""
         self.retired = False

@@ -31,7 +31,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import state_of, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000)
@@ -172,6 +172,29 @@ def test_a_run_that_cannot_be_read_is_a_miss_until_the_next_start(
     again = open_store(config)
     assert again.stats().written_today_bytes == written, "not counted as one that was written since"
     read_keys(again, OLD)
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_what_is_damaged_of_a_run_that_cannot_be_read_stays_in_quarantine(
+    store: DiskStore, config: StoreConfig, open_store: OpenStore, engine: FaultEngine, is_cleared: bool
+) -> None:
+    inside = Inside(store)
+    run = inside.run_of(OLD[0])
+    inside.catalog.quarantine(run, {2: "the test says so"})
+    engine.decide = always(IOKind.READ)
+    with pytest.raises(StoreIOError, match="read failed"):
+        read_keys(store, OLD[:2])
+    heal(engine)
+    assert match_keys(store, OLD) == 0
+    if is_cleared:
+        store.clear()
+    assert store.stats().quarantined == (0 if is_cleared else 1)
+    store.close()
+    state = state_of(config.dirs[0])
+    assert [*state.quarantined] == ([] if is_cleared else [run.place.run_id])
+    assert [item.runs for item in state.segments.values()] == ([] if is_cleared else [1])
+    again = open_store(config)
+    assert match_keys(again, OLD) == (0 if is_cleared else 2)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
