@@ -44,6 +44,10 @@ class Files:
         """No directory is out."""
         return None not in self.found
 
+    def may_be_out(self, number: int) -> bool:
+        """Whether a segment of which no file is seen may have them in a directory that is out."""
+        return not self.is_all and not self.of(number)
+
     def numbers(self) -> list[int]:
         return sorted({number for found in self.found if found is not None for number in found})
 
@@ -174,14 +178,13 @@ def lost_runs(state: State, contents: Contents) -> dict[int, int]:
     """
     files = contents.files
     whole = Counter(place.segment for place in contents.runs if is_served(state, place))
-    seen = {*files.numbers()}
     lost = {
         number: known.runs - whole[number]
         for number, known in state.segments.items()
         if number >= files.first_segment
         and number not in state.going
         and number not in contents.unread
-        and (files.is_all or number in seen)
+        and not files.may_be_out(number)
     }
     return {number: count for number, count in sorted(lost.items()) if count > 0}
 

@@ -87,6 +87,6 @@ class Reconciler:
     def _unread(self, number: int, file_bytes: int) -> Segment:
         segment = Segment(number, self._volumes, (), file_bytes)
         segment.is_unread = True
-        if known := self._saved.at_start.get(number):
+        if known := self._saved.unseen.get(number):
             segment.score, segment.unread_runs = known.score, known.runs
         return segment

@@ -29,13 +29,18 @@ class SavedState:
     """Safe from several threads. ``identity`` and ``outgrow`` do no I/O; the others may, and raise ``StoreError``."""
 
     def __init__(
-        self, volumes: Sequence[Volume], identity: StoreIdentity, catalog: Catalog, state: State
+        self,
+        volumes: Sequence[Volume],
+        identity: StoreIdentity,
+        catalog: Catalog,
+        state: State,
+        unseen: Mapping[int, SegmentState],
     ) -> None:
         self._volumes = volumes
         self._catalog = catalog
         self._identity = self._published = identity
-        self.at_start = {number: item for number, item in state.segments.items() if number not in state.going}
-        """What was known of segments then, those in directories that were out included."""
+        self.unseen = dict(unseen)
+        """What the state said of segments in directories that were out at the start: it says so until they are back."""
         self._state = state
         """As it was written last, ..."""
         self._tried = set[int]()
@@ -86,9 +91,10 @@ class SavedState:
         """
         with self._lock:
             known, first = self._state.segments, self._identity.first_segment
-            news = {
-                number for number in segments if number >= first and number in known and known[number].runs
-            }
+            going = {*segments}
+            for number in going:
+                self.unseen.pop(number, None)
+            news = {number for number in going if number >= first and number in known and known[number].runs}
             news -= self._state.going
             if news:
                 with contextlib.suppress(StoreError):
@@ -132,8 +138,16 @@ class SavedState:
         last = self._state.segments
         return {
             number: replace(item, runs=min(item.runs, last.get(number, _UNKNOWN).runs))
-            for number, item in self._catalog.segment_states().items()
+            for number, item in self._segments().items()
         }
+
+    def _segments(self) -> dict[int, SegmentState]:
+        """Those that nobody can see count as used before all others."""
+        found = self._catalog.segment_states()
+        if all(volume.health.readable for volume in self._volumes):
+            return found
+        first = self._identity.first_segment
+        return {**{number: item for number, item in self.unseen.items() if number >= first}, **found}
 
     def _coldest(self) -> set[int]:
         """What is evicted next, enough to write a state only now and then for the sake of evictions."""
@@ -150,7 +164,7 @@ class SavedState:
 
     def _made(self, meta: Mapping[str, Any], going: Collection[int]) -> State:
         """As it is now, with the serial number of the last one."""
-        marks, segments = self._catalog.quarantined(_MARKS_KEPT), self._catalog.segment_states()
+        marks, segments = self._catalog.quarantined(_MARKS_KEPT), self._segments()
         store_id, serial = self._identity.store_id, self._state.serial
         return State(store_id, serial, segments, frozenset(going), marks, dict(meta))
 

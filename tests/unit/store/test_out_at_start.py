@@ -11,7 +11,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import NAMESPACE_ID, make_keys, match_keys, small_config, write_keys
-from tests.unit.store.conftest import is_healthy, save, sick, state_of, wait_until
+from tests.unit.store.conftest import conditions, is_healthy, save, sick, state_of, wait_until
 from tests.unit.store.test_health import keep_out
 from tests.unit.store.test_unread import RUNS, SIZES, found, found_at_a_start, only_in_second, write_without
 
@@ -152,11 +152,8 @@ def test_new_segments_get_other_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_its_runs_are_neither_lost_nor_counted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
-) -> None:
-    config, counters = replace(small_config(tmp_path, 2), write_budget_bytes=DAY_BYTES), Counters()
+def without_runs_in_first(config: StoreConfig, counters: Counters) -> None:
+    """All lie in the others, and what is known of them is written down in each."""
     store = DiskStore.open(config, counters)
     keep_out(Inside(store).volumes[0])
     for keys in RUNS:
@@ -165,6 +162,14 @@ def test_its_runs_are_neither_lost_nor_counted_again(
     Inside(store).retry_now()
     wait_until(lambda: is_healthy(store))
     store.close()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_its_runs_are_neither_lost_nor_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    config, counters = replace(small_config(tmp_path, 2), write_budget_bytes=DAY_BYTES), Counters()
+    without_runs_in_first(config, counters)
     before = state_of(config.dirs[0]).segments
     store = opened_without(1, config, monkeypatch, writes=writes)
     written = store.stats().written_today_bytes
@@ -175,6 +180,50 @@ def test_its_runs_are_neither_lost_nor_counted_again(
     assert found(store) == len(RUNS)
     assert store.stats().written_today_bytes == written > 0
     assert counters["store.runs_lost"] == 0
+    store.close()
+
+
+@pytest.mark.parametrize("comes_back_late", [False, True])
+def test_what_is_known_of_them_outlasts_whoever_has_not_seen_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back_late: bool
+) -> None:
+    config, counters = replace(small_config(tmp_path, 2), write_budget_bytes=DAY_BYTES), Counters()
+    without_runs_in_first(config, counters)
+    before = state_of(config.dirs[0]).segments
+    for _ in range(2):
+        write_without(config, 1, [], monkeypatch)
+        assert state_of(config.dirs[0]).segments == before
+    if comes_back_late:
+        opened_without(1, config, monkeypatch).close()
+    store = DiskStore.open(config, counters)
+    assert found(store) == len(RUNS)
+    assert store.stats().written_today_bytes == sum(
+        run.place.shape.disk_bytes for run in Inside(store).runs()
+    )
+    assert counters["store.runs_lost"] == 0
+    store.close()
+    assert state_of(config.dirs[0]).segments == before
+
+
+def test_what_is_evicted_before_all_directories_are_back_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, counters = small_config(tmp_path, 3), Counters()
+    without_runs_in_first(config, counters)
+    assert in_files(config, 1) > 0 < in_files(config, 2)
+    names = {"disk1", "disk2"}
+    with monkeypatch.context() as patch:
+        sick(names, patch)
+        store = DiskStore.open(config, counters)
+        names.remove("disk1")
+        wait_until(lambda: conditions(store)[1] == "healthy")
+        while store.evict_one():
+            pass
+        assert not in_files(config, 1)
+    wait_until(lambda: is_healthy(store))
+    store.close()
+    store = DiskStore.open(config, counters)
+    assert (store.stats().chunks, counters["store.runs_lost"]) == (0, 0)
     store.close()
 
 
