@@ -47,7 +47,11 @@ class Judge:
         """Runs with damaged chunks of which the log has no line yet."""
 
     def judge(self, failures: Sequence[SliceFailure]) -> None:
-        """What one call could not read. What the device's health explains is left to that."""
+        """What one call could not read.
+
+        Of a device that is gone nothing follows for the run. One that fails and is taken out for it costs each run
+        that was being read meanwhile: nobody knows which had a bad sector.
+        """
         for failure in failures:
             run = failure.item.run
             if isinstance(failure.error, CorruptExtentError):
