@@ -249,11 +249,12 @@ class Demoter:
             # and on disk. Not where time or the write budget may run out meanwhile: no tail is found without its head.
             runs.reverse()
         # Before that what was used again: it must not find the write budget used up by what was not.
+        refused: set[ChunkKey] = set()
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
-            if self._stopping or self._may_clear() or not self._write_run(run):
+            if self._stopping or self._may_clear() or not self._write_run(run, refused):
                 return
 
-    def _write_run(self, run: Sequence[ChunkInfo]) -> bool:
+    def _write_run(self, run: Sequence[ChunkInfo], refused: set[ChunkKey]) -> bool:
         """Write one run; a chunk that cannot be written is given up, so that its slot can be used again.
 
         Not before the slot is needed: the disk may be well again, or have room, when it is tried next.
@@ -266,7 +267,7 @@ class Demoter:
         pinned = [(info, slot) for info in dirty if (slot := self._host.pin(info.key)) is not None]
         try:
             for piece in _consecutive(self._not_on_disk(pinned)):
-                self._write_within_budget(piece)
+                self._write_within_budget(piece, refused)
         except StoreError as error:
             is_full = isinstance(error, StoreFullError)
             is_settled = self._is_given_up(error, len(self._not_on_disk(pinned)))
@@ -307,12 +308,16 @@ class Demoter:
             )
         return is_given_up
 
-    def _write_within_budget(self, piece: Sequence[tuple[ChunkInfo, int]]) -> None:
-        """Write consecutive chunks; when the write budget runs short, only those that were used again."""
+    def _write_within_budget(self, piece: Sequence[tuple[ChunkInfo, int]], refused: set[ChunkKey]) -> None:
+        """Write consecutive chunks; when the write budget runs short, those that were used again, and of the others as
+        many as fit, but none behind one of ``refused``, to which the rest is added.
+        """
         # A prefix that was used again begins with its first chunk, so what was not is the tail.
-        reused = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
+        keep = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
         sizes = self._host.layout.chunk_layer_bytes
-        keep = len(piece) if self._disk.admits(len(piece), sizes, reused=False) else reused
+        if piece[0][0].parent not in refused:
+            while keep < len(piece) and self._disk.admits(keep + 1, sizes, reused=False):
+                keep += 1
         if keep:
             infos, slots = zip(*piece[:keep], strict=True)
             run = Run(infos[0].namespace_id, tuple(info.key for info in infos), infos[0].index, sizes)
@@ -322,12 +327,11 @@ class Demoter:
             except WriteBudgetError:
                 keep = 0
         if keep < len(piece):
+            refused.update(info.key for info, _ in piece[keep:])
             self._observer.count("demote.chunks_dropped_budget", len(piece) - keep)
             if self._may_warn_of_budget():
-                logger.warning(
-                    "hcache: %d chunks are not written to disk (more may follow), because the write budget is nearly "
-                    "used up (--hcache-disk-write-budget)", len(piece) - keep,
-                )  # fmt: skip
+                told = "not written to disk (more may follow): no room in the write budget (--hcache-disk-write-budget)"
+                logger.warning("hcache: %d chunks are %s", len(piece) - keep, told)
 
 
 def _consecutive(chunks: Sequence[tuple[ChunkInfo, int]]) -> list[list[tuple[ChunkInfo, int]]]:

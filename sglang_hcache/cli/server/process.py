@@ -33,6 +33,8 @@ _KILL_TIMEOUT_S = 30.0
 _LOG_LINES = 25
 _ERROR = re.compile(r"(?:hcache|sglang serve|launch_server\.py): error: (.*)")
 """One line that says it all: ours, or of SGLang's parser below its long list of arguments."""
+_EXCEPTION = re.compile(r"^(?:\[.*\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE)
+"""The last line of a traceback, also behind what stands in front of each of SGLang's lines."""
 _END_GROUP = 'read _ || kill -s KILL -- "-$1"'
 """For a shell: its standard input ends when we do. It asks for SIGKILL to all of the group at once."""
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -207,8 +209,11 @@ class ServerProcess:
         log = self.log_text()
         if told := dict.fromkeys(_ERROR.findall(log)):
             raise ServerProcessError("\n".join(told))
+        cause = f": {errors[-1]}" if (errors := _EXCEPTION.findall(log)) else ""
         lines = [f"  | {line}" for line in log.splitlines()[-_LOG_LINES:]]
-        raise ServerProcessError("\n".join([f"the server {what}{exit_status}; its log ends with:", *lines]))
+        raise ServerProcessError(
+            "\n".join([f"the server {what}{exit_status}{cause}; its log ends with:", *lines])
+        )
 
     # -- end -------------------------------------------------------------------------------------
 

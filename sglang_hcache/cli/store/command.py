@@ -169,8 +169,8 @@ def _gc(
 ) -> None:
     """Delete leftovers: torn writes, files that belong to no run, temporary files.
 
-    A server does this by itself. --to shrinks the store once; the server's --hcache-disk-size limits how
-    large it grows, and --hcache-disk-max-age how old chunks get.
+    A server does this by itself. --to shrinks the store once, by whole segments (perhaps far below SIZE); the server's
+    --hcache-disk-size limits how large it grows, and --hcache-disk-max-age how old chunks get.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import collect

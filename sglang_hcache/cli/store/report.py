@@ -243,7 +243,7 @@ def _stat_table(view: StoreView, data: Mapping[str, Any]) -> Table:
     table.add_row(
         "on disk",
         f"{format_bytes(data['physical_bytes'])} of {format_bytes(data['cap_bytes'])} ({fill:.1%}), "
-        f"{format_floor(data['free_floor_bytes'], data['free_floor_percent'])} stay free on each file system",
+        f"floor {format_floor(data['free_floor_bytes'], data['free_floor_percent'])} free on each file system",
     )
     places = [counted(data[name], name[:-1]) for name in ("runs", "segments", "namespaces")]
     table.add_row("chunks", f"{data['chunks']:,} in {', '.join(places)}")

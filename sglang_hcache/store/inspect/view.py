@@ -167,7 +167,8 @@ class StoreView:
                 # What the last server thought is long over.
                 condition, reason = (said, why) if self.lock_holder else (str(Condition.HEALTHY), "")
                 if condition == Condition.HEALTHY:  # also where a server could not write down what it thinks
-                    condition, reason = _condition_of(item.directory)
+                    condition, why_now = _condition_of(item.directory)
+                    reason = why_now or reason
             stats = (volume.path, condition, reason, corrupt, errors)
             found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments))
         return found

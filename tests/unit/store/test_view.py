@@ -114,6 +114,22 @@ def test_beside_a_server_its_process_and_its_view_of_the_directories(
 
 
 @pytest.mark.usefixtures("no_keeper")
+def test_why_a_healthy_directory_takes_nothing_is_shown_as_long_as_its_server_runs(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    Inside(store).saved.save_everywhere({"directories": [["healthy", "nothing new is stored", 0, 0]]})
+    with StoreView.open(config.dirs) as view:
+        assert [(item.condition, item.reason) for item in view.directories()] == [
+            ("healthy", "nothing new is stored")
+        ]
+    store.close()
+    with StoreView.open(config.dirs) as view:
+        assert [item.reason for item in view.directories()] == [""]
+
+
+@pytest.mark.usefixtures("no_keeper")
 def test_health_that_makes_no_sense_is_not_shown(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path)
     store = open_store(config)

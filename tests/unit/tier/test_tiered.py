@@ -124,8 +124,12 @@ def test_of_a_prefix_that_was_demoted_the_head_is_kept_longest(tmp_path: Path) -
     tiers.close()
 
 
-def test_a_write_budget_is_not_spent_on_a_tail_without_its_head(tmp_path: Path) -> None:
-    keys = [key(name) for name in range(1, 33)]
+@pytest.mark.parametrize(("num_chunks", "budget_runs"), [(32, 6.0), (9, 1.3), (9, 0.8), (10, 2.2)])
+def test_a_write_budget_is_not_spent_on_a_tail_without_its_head(
+    tmp_path: Path, num_chunks: int, budget_runs: float
+) -> None:
+    """Also where the last run, which is shorter than the others, would fit."""
+    keys = [key(name) for name in range(1, num_chunks + 1)]
     few = open_tiers(tmp_path / "few")
     for name in range(1, 5):
         put(few, name)
@@ -134,14 +138,14 @@ def test_a_write_budget_is_not_spent_on_a_tail_without_its_head(tmp_path: Path) 
     assert few.disk is not None
     of_four = few.disk.stats().written_today_bytes
     few.close()
-    tiers = open_tiers(tmp_path / "store", slots=40, write_budget=6 * of_four)
-    for name in range(1, 33):
+    tiers = open_tiers(tmp_path / "store", slots=40, write_budget=int(budget_runs * of_four))
+    for name in range(1, num_chunks + 1):
         put(tiers, name)
     tiers.demote(lambda: keys)
     wait_until_saved(tiers)
     assert tiers.disk is not None
     on_disk = [tiers.disk.contains(key) for key in keys]
-    assert 4 <= sum(on_disk) < 32
+    assert 0.5 * budget_runs * 4 <= sum(on_disk) < num_chunks
     assert on_disk == sorted(on_disk, reverse=True)
     tiers.close()
 

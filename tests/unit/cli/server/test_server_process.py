@@ -139,6 +139,18 @@ def test_a_server_that_says_why_it_dies(
     assert str(error.value) == reason
 
 
+def test_a_server_that_dies_of_an_exception_says_which_first(
+    run: Callable[[str], None], tmp_path: Path
+) -> None:
+    line = "[2026-11-29 10:00:00] OSError: no such model 'x'"
+    run(f"import sys; print('Traceback'); print({line!r}); print('killed'); sys.exit(1)")
+    with pytest.raises(ServerProcessError) as error:
+        ServerProcess([], log=tmp_path / "server.log").start()
+    first, *rest = str(error.value).splitlines()
+    assert first.endswith("(exit status 1): OSError: no such model 'x'; its log ends with:")
+    assert rest[-1] == "  | killed"
+
+
 def test_a_late_server_is_ended(run: Callable[[str], None], tmp_path: Path) -> None:
     run("import time; time.sleep(600)")
     server = ServerProcess([], log=tmp_path / "server.log", startup_timeout_s=0.5)
