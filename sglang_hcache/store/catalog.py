@@ -107,12 +107,6 @@ class Catalog:
             found = [self._chunks[key].segment for key in keys if key in self._chunks]
             self._use(list(dict.fromkeys(found)), depth=len(keys))
 
-    def holding(self, keys: Iterable[bytes]) -> list[Segment]:
-        """The segments of those of ``keys`` that are here."""
-        with self._lock:
-            found = [self._chunks[key].segment for key in keys if key in self._chunks]
-            return list(dict.fromkeys(found))
-
     # -- changing --------------------------------------------------------------------------------
 
     def pin_segment(self, segment: Segment) -> None:

@@ -56,7 +56,7 @@ class Segment:
         self.sealed = True
         """Takes no more runs: all but the one that is being filled."""
         self.begun_s = 0.0
-        """When this process began it, seconds since 1970."""
+        """When this process began it, seconds since 1970; 0: an earlier one did."""
         self.written_s = -math.inf
         """When it was written to last, seconds since 1970: by this process, or as its files say; -inf: unknown."""
         self.found: dict[int, SegmentFile] = {}

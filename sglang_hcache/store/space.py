@@ -191,13 +191,14 @@ class Space:
             if self._active is not None and self._active.retired:
                 self._active = None
 
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
+    def discard_new(self) -> None:
+        """Remove the segments that were begun since the start, unless they are in use."""
         with self._lock:
-            for segment in self._catalog.holding(keys):
-                if segment is self._active:
-                    self._seal_active()
-                self._remover.retire(segment, only_unpinned=True)
+            if self._active is not None:
+                self._seal_active()
+            for segment in self._catalog.segments():
+                if segment.begun_s:
+                    self._remover.retire(segment, only_unpinned=True)
 
     def clear(self) -> None:
         """Remove every segment, those in use as soon as they are unpinned.

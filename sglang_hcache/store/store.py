@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -260,10 +260,10 @@ class DiskStore:
         with self._operations.one():
             return self._space.leftover_files()
 
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Remove ``keys``, the only ones that were written since the store was opened: their segments go as a whole."""
+    def discard_new(self) -> None:
+        """Remove all that was written since the store was opened, what cannot be read of it included."""
         with self._operations.one():
-            self._space.discard(keys)
+            self._space.discard_new()
 
     def clear(self) -> None:
         """Forget everything at once; files under a lease are deleted when it closes.

@@ -58,7 +58,7 @@ class ScratchReads:
             try:
                 self._fill_disk(disk)
             except StoreError:
-                disk.discard(self._keys)
+                disk.discard_new()
                 raise
         self._buffers = [host_buffer(count * layout.chunk_layer_bytes[0]) for _ in range(NUM_LAYERS)]
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-scratch")
@@ -88,7 +88,7 @@ class ScratchReads:
         """Stop the reading threads, and remove the chunks from the disk."""
         self._readers.shutdown()
         if self._disk is not None:
-            self._disk.discard(self._keys)
+            self._disk.discard_new()
 
     def _filled_host(self, count: int) -> TieredStore:
         memory = np.ones(count * self._layout.chunk_bytes, np.uint8)  # touched: a read brings no pages in

@@ -448,7 +448,7 @@ def test_what_the_disk_lost_is_written_again_when_it_is_used(tmp_path: Path, max
     put(tiers, 2)
     tiers.demote_all()
     wait_until_saved(tiers)
-    tiers.disk.discard([key(1), key(2)])
+    tiers.disk.discard_new()
     assert not tiers.disk.contains(key(1))
     tiers.demote_all()
     wait_until_saved(tiers)
@@ -473,7 +473,7 @@ def test_a_chunk_that_is_saved_again_while_it_is_on_disk_does_not_outlive_its_ag
         wait_until_saved(tiers)
     put(tiers, 1)
     assert key(1) in tiers.host
-    tiers.disk.discard([key(1)])  # for its age
+    tiers.disk.discard_new()  # for its age
     tiers.touch([key(1)])
     tiers.demote_all()
     wait_until_saved(tiers)
