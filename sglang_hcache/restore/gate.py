@@ -80,8 +80,8 @@ class RestoreGate:
         self._max_recompute = len(stored) - 1 if may_recompute else 0
         self._drift = Drift([*profile.tiers, COMPUTE, FIRST, _PREFILL])
         self._tries = Tries()
-        self._tries_recompute = False
-        """Whether the next one may recompute layers. One may be lost because it does, or because it does not."""
+        self._mixed_tries = set[str]()
+        """Tiers whose next one may recompute layers. One may be lost because it does, or because it does not."""
         self._delay_s = 0.0
         self._unknown: set[str] = set()
 
@@ -105,21 +105,21 @@ class RestoreGate:
         costs = self._costs(parts, start, factors)
         loaded = self._loaded(costs, factors, load)
         recompute_s = self.prefill_s(count, start)
-        most = self._most_for_try(parts, start, recompute_s) if is_try else self._max_recompute
+        unknown = self._unknown & parts.keys()
+        slowest = max(
+            unknown or parts,
+            key=lambda tier: factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
+        )
+        most = self._most_for_try(slowest, parts, start, recompute_s) if is_try else self._max_recompute
         times = self._fastest(self._stored, loaded, count, most)
         projected = self._stored[times.num_recompute :]
         others = self._fastest(projected, loaded, count, 0) if times.num_recompute else times
-        unknown = self._unknown & parts.keys()
         order = spread_order((Method.RECOMPUTE,) * times.num_recompute + projected, costs)
         work_s = {
             FIRST: times.num_recompute * costs.compute_recompute_s,
             COMPUTE: projected.count(Method.HIDDEN) * costs.compute_hidden_s
             + projected.count(Method.KV) * costs.compute_kv_s,
         }
-        slowest = max(
-            unknown or parts,
-            key=lambda tier: factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
-        )
         return Decision(
             num_recompute=times.num_recompute,
             work_s=times.total_s,
@@ -187,7 +187,7 @@ class RestoreGate:
         """A restore of which ``decision`` was made took ``seconds``, from the first read to the last layer.
 
         Args:
-            first_layers_s: what recomputing its first layers took, until it was stopped; None: there were none.
+            first_layers_s: what recomputing its first layers took; None: there were none, or it was stopped before.
             others_s: what the other layers took; None: all of ``seconds``, or they were stopped.
             waited_s: part of that in which they waited for reads.
             is_complete: False: it was stopped then, and would have taken longer.
@@ -195,13 +195,19 @@ class RestoreGate:
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
         if decision.is_try and not is_won:
-            self._tries_recompute = not self._tries_recompute
+            change = self._mixed_tries.discard if decision.num_recompute else self._mixed_tries.add
+            change(decision.tier)
         if first_layers_s is not None:
-            seen = decision.drift[FIRST] * first_layers_s / decision.first_layers_s
-            self._drift.learn(FIRST, seen if is_complete else max(seen, self._drift.factors[FIRST]))
+            self._drift.learn(FIRST, decision.drift[FIRST] * first_layers_s / decision.first_layers_s)
         elif decision.avoids_first_layers:
             # That they were slow once is less and less certain, and nothing else would show that they are not.
             self._drift.learn(FIRST, 1.0, _FORGOTTEN)
+        elif decision.num_recompute and (others_s is not None or decision.bottleneck == FIRST):
+            # What was stopped are the first layers: they would have taken longer.
+            seen = decision.drift[FIRST] * seconds / decision.job_s
+            self._drift.learn(FIRST, max(seen, self._drift.factors[FIRST]))
+            if others_s is None:
+                return
         self._learn_others(
             decision,
             seconds if others_s is None else others_s,
@@ -288,9 +294,9 @@ class RestoreGate:
         costs = replace(costs, compute_recompute_s=costs.compute_recompute_s / factors[FIRST])
         return self._fastest(self._stored, costs, count, max_recompute).num_recompute > 0
 
-    def _most_for_try(self, parts: Mapping[str, int], start: int, recompute_s: float) -> int:
+    def _most_for_try(self, tier: str, parts: Mapping[str, int], start: int, recompute_s: float) -> int:
         """How many first layers a try may recompute: a pass through them cannot be stopped."""
-        if not self._tries_recompute:
+        if tier not in self._mixed_tries:
             return 0
         layer_s = self._costs(parts, start, self._drift.factors).compute_recompute_s
         return min(self._max_recompute, int(recompute_s / layer_s))

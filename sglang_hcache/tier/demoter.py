@@ -244,17 +244,17 @@ class Demoter:
         chunks.update((info.key, info) for info in more)
         runs = [*form_runs(chunks.values(), self._run_chunks)]
         sizes = self._host.layout.chunk_layer_bytes
-        if not self._eager() and self._disk.admits(len(chunks), sizes, reused=False):
+        # Headers of a run take less than one more chunk.
+        if not self._eager() and self._disk.admits(len(chunks) + len(runs), sizes, reused=False):
             # The oldest prefix first, and its tail before its head: what is written first is evicted first, in memory
             # and on disk. Not where time or the write budget may run out meanwhile: no tail is found without its head.
             runs.reverse()
         # Before that what was used again: it must not find the write budget used up by what was not.
-        refused: set[ChunkKey] = set()
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
-            if self._stopping or self._may_clear() or not self._write_run(run, refused):
+            if self._stopping or self._may_clear() or not self._write_run(run):
                 return
 
-    def _write_run(self, run: Sequence[ChunkInfo], refused: set[ChunkKey]) -> bool:
+    def _write_run(self, run: Sequence[ChunkInfo]) -> bool:
         """Write one run; a chunk that cannot be written is given up, so that its slot can be used again.
 
         Not before the slot is needed: the disk may be well again, or have room, when it is tried next.
@@ -267,7 +267,7 @@ class Demoter:
         pinned = [(info, slot) for info in dirty if (slot := self._host.pin(info.key)) is not None]
         try:
             for piece in _consecutive(self._not_on_disk(pinned)):
-                self._write_within_budget(piece, refused)
+                self._write_within_budget(piece)
         except StoreError as error:
             is_full = isinstance(error, StoreFullError)
             is_settled = self._is_given_up(error, len(self._not_on_disk(pinned)))
@@ -308,16 +308,15 @@ class Demoter:
             )
         return is_given_up
 
-    def _write_within_budget(self, piece: Sequence[tuple[ChunkInfo, int]], refused: set[ChunkKey]) -> None:
+    def _write_within_budget(self, piece: Sequence[tuple[ChunkInfo, int]]) -> None:
         """Write consecutive chunks; when the write budget runs short, those that were used again, and of the others as
-        many as fit, but none behind one of ``refused``, to which the rest is added.
+        many as fit: then there is no room for what is behind them, either.
         """
         # A prefix that was used again begins with its first chunk, so what was not is the tail.
         keep = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
         sizes = self._host.layout.chunk_layer_bytes
-        if piece[0][0].parent not in refused:
-            while keep < len(piece) and self._disk.admits(keep + 1, sizes, reused=False):
-                keep += 1
+        while keep < len(piece) and self._disk.admits(keep + 1, sizes, reused=False):
+            keep += 1
         if keep:
             infos, slots = zip(*piece[:keep], strict=True)
             run = Run(infos[0].namespace_id, tuple(info.key for info in infos), infos[0].index, sizes)
@@ -327,7 +326,6 @@ class Demoter:
             except WriteBudgetError:
                 keep = 0
         if keep < len(piece):
-            refused.update(info.key for info, _ in piece[keep:])
             self._observer.count("demote.chunks_dropped_budget", len(piece) - keep)
             if self._may_warn_of_budget():
                 told = "not written to disk (more may follow): no room in the write budget (--hcache-disk-write-budget)"

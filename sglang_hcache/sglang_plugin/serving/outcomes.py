@@ -56,7 +56,9 @@ class Outcomes:
             return
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
         if (restore.is_complete or is_late) and not restore.is_disturbed:
-            first_layers_s = None if restore.recomputation is None else restore.recomputation.seconds
+            recomputation = restore.recomputation
+            is_timed = recomputation is not None and recomputation.is_complete
+            first_layers_s = recomputation.seconds if recomputation and is_timed else None
             self._gate.restored(
                 restore.decision,
                 restore.seconds,

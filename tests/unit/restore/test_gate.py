@@ -378,7 +378,8 @@ def test_one_that_is_only_tried_is_planned_as_if_all_were_as_fast_as_measured() 
     before = decide(some, 0, 1024)
     assert 0 < before.num_recompute < LAYERS
     for _ in range(20):
-        some.restored(decide(some, 0, 1024), 10.0, waited_s=9.0, is_complete=False)
+        late = decide(some, 0, 1024)
+        some.restored(late, 10.0, late.first_layers_s or None, waited_s=9.0, is_complete=False)
     slow = decide(some, 0, 1024)
     assert not slow.pays()
     plain = some.decide({"disk": 1024}, 0, is_try=True)
@@ -452,7 +453,7 @@ def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
     some = gate(may_recompute=True, methods=(Method.KV,) * LAYERS, run=per_token(6e-6, 5e-4))
     before = decide(some, 0, 1024)
     assert before.bottleneck == "recompute"
-    some.restored(before, 2 * before.restore_s, 2 * before.first_layers_s, is_complete=False)
+    some.restored(before, 2 * before.restore_s, is_complete=False)
     after = decide(some, 0, 1024)
     assert after.drift["recompute"] > 1.1
     assert after.recompute_s == before.recompute_s
@@ -506,12 +507,39 @@ def test_first_layers_that_were_stopped_took_too_long_where_the_others_are_there
     some = mixing(8e-6)
     first = decide(some, 0, 1024)
     assert first.num_recompute
-    long_s = 3 * first.first_layers_s
-    some.restored(first, long_s, long_s, others_s=first.others_s, is_complete=False)
+    some.restored(first, 3 * first.job_s, others_s=first.others_s, is_complete=False)
     assert decide(some, 0, 1024).drift == {**first.drift, "recompute": pytest.approx(2**0.2)}
-    slower = decide(some, 0, 1024)
-    some.restored(slower, 9.0, slower.first_layers_s / 2, others_s=slower.others_s, is_complete=False)
-    assert decide(some, 0, 1024).drift == slower.drift, "until then they had waited for others"
+
+
+def test_a_try_that_is_lost_for_its_first_layers_shows_that_they_are_fast_again() -> None:
+    """Neither reading all nor recomputing as much as may be tried pays while these count as slow."""
+    some, layer_s = mixing(10.4e-6), 1024 * 16e-6
+    healthy = decide(some, 0, 1024)
+    assert healthy.num_recompute
+
+    def serve(slower: float) -> bool:
+        decision = decide(some, 0, 1024)
+        if not decision.pays():
+            if not some.is_due(decision):
+                return False
+            decision = some.decide({"disk": 1024}, 0, is_try=True)
+        some.begins(decision)
+        count, limit_s = decision.num_recompute, decision.deadline_s(0.0)
+        first_s, others_s = count * slower * layer_s, (LAYERS - count) * 1.3 * layer_s
+        some.restored(
+            decision,
+            min(limit_s, max(first_s, others_s)),
+            first_s if 0 < first_s < limit_s else None,
+            others_s=others_s if others_s < limit_s else None,
+            waited_s=0.0,
+            is_complete=max(first_s, others_s) < limit_s,
+        )
+        return True
+
+    for _ in range(20):
+        serve(8.0)
+    assert not decide(some, 0, 1024).pays()
+    assert sum(serve(1.0) for _ in range(2000)) > 1000
 
 
 def test_that_first_layers_were_slow_once_is_forgotten() -> None:

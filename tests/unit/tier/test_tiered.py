@@ -124,7 +124,9 @@ def test_of_a_prefix_that_was_demoted_the_head_is_kept_longest(tmp_path: Path) -
     tiers.close()
 
 
-@pytest.mark.parametrize(("num_chunks", "budget_runs"), [(32, 6.0), (9, 1.3), (9, 0.8), (10, 2.2)])
+@pytest.mark.parametrize(
+    ("num_chunks", "budget_runs"), [(32, 6.0), (32, 8.6), (32, 9.0), (9, 1.3), (9, 0.8), (10, 2.2)]
+)
 def test_a_write_budget_is_not_spent_on_a_tail_without_its_head(
     tmp_path: Path, num_chunks: int, budget_runs: float
 ) -> None:

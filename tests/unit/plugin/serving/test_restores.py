@@ -196,8 +196,6 @@ class Forward:
     """(first position, end, layers)."""
     slots: list[int] = field(default_factory=list)
     error: Exception | None = None
-    seconds: float = 0.001
-    """That each pass takes."""
 
     def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
         if self.error is not None:
@@ -205,7 +203,7 @@ class Forward:
         assert len(tokens) == len(slots)
         self.passes.append((start, len(tokens), num_layers))
         self.slots = slots.tolist()
-        return self.seconds
+        return 0.001
 
 
 class World:
@@ -1296,7 +1294,6 @@ def test_first_layers_that_take_too_long_each_time_are_recomputed_no_more() -> N
     gate = recomputing_gate(2)
     for name in range(30):
         mixing = World(gate)
-        mixing.forward.seconds = 50.0
         prompt = tokens(name, 6)
         mixing.store(prompt)
         mixing.queue("a", prompt)
