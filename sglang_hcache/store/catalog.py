@@ -34,6 +34,7 @@ class CatalogCounts:
     chunks: int
     """Distinct keys, those of directories that are out included."""
     runs: int
+    """Those that are set aside included."""
     segments: int
     quarantined: int
     layouts: tuple[tuple[int, ...], ...]
@@ -228,7 +229,7 @@ class Catalog:
         """
         with self._lock:
             found = (segment for segment in self._evictable() if segment.mask & within)
-            coldest = min(found, key=_score, default=None)
+            coldest = min(found, key=_worth, default=None)
             if coldest is not None:
                 self._floor = max(self._floor, coldest.score)
             return coldest
@@ -267,10 +268,10 @@ class Catalog:
                 found[run.place.run_id] = dict(run.quarantined)
         return found
 
-    def coldest(self, most: int) -> list[int]:
-        """The segments with the lowest scores, in use or not."""
+    def coldest(self, one_in: int) -> list[int]:
+        """The segments that are evicted first, in use or not: so small a share of all."""
         with self._lock:
-            found = heapq.nsmallest(most, self._segments.values(), key=_score)
+            found = heapq.nsmallest(len(self._segments) // one_in, self._segments.values(), key=_worth)
             return [segment.number for segment in found]
 
     def counts(self) -> CatalogCounts:
@@ -322,6 +323,9 @@ class Catalog:
             del self._chunks[key]
 
 
-def _score(segment: Segment) -> float:
-    """Where it is least, the segment is evicted first; of equal ones the first in order of use."""
-    return segment.score
+def _worth(segment: Segment) -> tuple[bool, float]:
+    """Where it is least, the segment is evicted first; of equal ones the first in order of use.
+
+    What nobody can read before the next start goes before all that is served.
+    """
+    return bool(segment.runs) or not segment.is_unread, segment.score

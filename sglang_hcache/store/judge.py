@@ -31,7 +31,7 @@ def _is_of_run(failure: SliceFailure) -> bool:
 
 
 class Judge:
-    """Quarantines damaged chunks, and forgets runs that could not be read or whose files are gone.
+    """Quarantines damaged chunks, sets aside runs that could not be read, and forgets those whose files are gone.
 
     Safe from several threads, and does no I/O.
     """

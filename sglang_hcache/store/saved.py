@@ -145,13 +145,14 @@ class SavedState:
         """Those that nobody can see count as used before all others."""
         found = self._catalog.segment_states()
         if all(volume.health.readable for volume in self._volumes):
+            self.unseen.clear()
             return found
         first = self._identity.first_segment
         return {**{number: item for number, item in self.unseen.items() if number >= first}, **found}
 
     def _coldest(self) -> set[int]:
         """What is evicted next, enough to write a state only now and then for the sake of evictions."""
-        return set(self._catalog.coldest(len(self._state.segments) // _GOING_SHARE))
+        return set(self._catalog.coldest(_GOING_SHARE))
 
     def _save(self, meta: Mapping[str, Any], going: Collection[int]) -> None:
         state = self._made(meta, going)

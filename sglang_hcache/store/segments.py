@@ -68,7 +68,7 @@ class Segment:
         self.is_unread = False
         """A read of it failed at the start: nobody knows what else is in it."""
         self.unread_runs = 0
-        """So many more it has that were not found at the start, for a read failed."""
+        """So many more it has that were not found at the start: a read failed, or its directory was out."""
         self.score = 0.0
         """The segment with the lowest one is evicted first."""
         self.retired = False

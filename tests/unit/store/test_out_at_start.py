@@ -52,13 +52,21 @@ def test_it_counts_against_the_cap_and_goes_first(tmp_path: Path, monkeypatch: p
     store.close()
 
 
+@pytest.mark.parametrize("is_used", [False, True])
 def test_what_is_above_the_cap_goes_there_and_not_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_used: bool
 ) -> None:
+    """However often it was used: until the next start nobody can."""
     config = small_config(tmp_path, 2, size=6 * 2**20)
     cap_bytes = config.segments_budget_bytes
     write_without(config, None, [], monkeypatch)
-    write_without(config, 0, [make_keys(10 * index, 4) for index in range(80)], monkeypatch)
+    runs = [make_keys(10 * index, 4) for index in range(80)]
+    write_without(config, 0, runs, monkeypatch)
+    if is_used:
+        store = DiskStore.open(config, Counters())
+        for keys in runs:
+            store.touch(keys)
+        store.close()
     with monkeypatch.context() as patch:
         sick({"disk1"}, patch)
         store = DiskStore.open(config, Counters())
