@@ -16,7 +16,7 @@ import httpx
 
 from sglang_hcache.cli.server.answers import ChatError, TokenSources
 from sglang_hcache.cli.server.client import KEEPALIVE_S
-from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
+from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError, with_log_end
 
 T = TypeVar("T")
 
@@ -25,7 +25,6 @@ _ANSWER_TIMEOUT_S = 3600.0  # it may wait behind many that are computed
 _SETTLE_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 _DEATH_S = 2.0
-_LOG_LINES = 25
 _LIKELY = 5
 """Tokens whose logprobs are asked for. In 16 bits, rounding puts third ones between two that are equally probable."""
 
@@ -216,8 +215,7 @@ def _tell_who_died(servers: Mapping[str, ServerProcess]) -> None:
     while True:
         for name, server in servers.items():
             if not server.is_running:
-                lines = [f"  | {line}" for line in server.log_text().splitlines()[-_LOG_LINES:]]
-                raise ServerProcessError("\n".join([f"{name}: the server died; its log ends with:", *lines]))
+                raise ServerProcessError(with_log_end(f"{name}: the server died", server.log_text()))
         if time.monotonic() > deadline:
             return
         time.sleep(_POLL_S)

@@ -62,6 +62,13 @@ def servers_scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hcache-")
 
 
+def with_log_end(problem: str, log: str) -> str:
+    """``problem``, the last exception in a server's log, if there is one, and the log's last lines."""
+    cause = f": {errors[-1]}" if (errors := _EXCEPTION.findall(log)) else ""
+    lines = [f"  | {line}" for line in log.splitlines()[-_LOG_LINES:]]
+    return "\n".join([f"{problem}{cause}; its log ends with:", *lines])
+
+
 class ServerProcess:
     """One server, from ``start`` to ``stop`` or ``kill``; as a context manager it leaves no process behind.
 
@@ -209,11 +216,7 @@ class ServerProcess:
         log = self.log_text()
         if told := dict.fromkeys(_ERROR.findall(log)):
             raise ServerProcessError("\n".join(told))
-        cause = f": {errors[-1]}" if (errors := _EXCEPTION.findall(log)) else ""
-        lines = [f"  | {line}" for line in log.splitlines()[-_LOG_LINES:]]
-        raise ServerProcessError(
-            "\n".join([f"the server {what}{exit_status}{cause}; its log ends with:", *lines])
-        )
+        raise ServerProcessError(with_log_end(f"the server {what}{exit_status}", log))
 
     # -- end -------------------------------------------------------------------------------------
 
