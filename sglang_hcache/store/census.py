@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.config import SCRATCH_NAMESPACE
 from sglang_hcache.store.format.geometry import BLOCK, mask_of, members_of
 from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.state import SegmentState, State
@@ -71,7 +72,11 @@ class Files:
             for files, volume in zip(self.found, volumes, strict=True)
         ]
         seen = Files(self.first_segment, found)
-        runs = [(place, missing | seen._outside(place)) for place, missing in scan.runs]
+        runs = [
+            (place, missing | seen._outside(place))
+            for place, missing in scan.runs
+            if place.namespace_id != SCRATCH_NAMESPACE  # a server was killed while it measured this disk
+        ]
         return Contents(seen, runs, scan.unread)
 
     def _outside(self, place: RunPlace) -> int:

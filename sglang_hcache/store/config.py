@@ -101,7 +101,7 @@ def format_floor(num_bytes: int, percent: float) -> str:
     return f"{percent:g}%" if percent else format_bytes(num_bytes)
 
 
-SCRATCH_NAMESPACE = bytes(16)
+SCRATCH_NAMESPACE = b"hcache:measuring"
 """Of chunks that are written to see how fast it goes."""
 
 

@@ -46,15 +46,15 @@ class Eviction:
         self._may_warn = Throttle(_FLOOR_WARNING_S)
         self._may_relieve = defaultdict[int, Throttle](lambda: Throttle(_RELIEF_S))
 
-    def next_members(self) -> tuple[int, ...]:
-        """Directories for the next segment: those that have room. If none has, the coldest segments are evicted first.
+    def next_members(self, file_bytes: int) -> tuple[int, ...]:
+        """Directories with room for a file of a new segment. If none has it, the coldest segments are evicted first.
 
         While some have room, nothing is evicted for a place in the others: else all would hold only as much as the
         one with the least room. Directories that take no writes count only if no other one could get room: they may
         take writes again when they have some.
         """
         while True:
-            usable = self._free_space.usable(self._config.file_bytes)
+            usable = self._free_space.usable(file_bytes)
             self._note_want_of_room(usable)
             possible = {stripe for stripe in usable.by_eviction if self._volumes[stripe].health.writable}
             possible = possible or {*usable.by_eviction}
@@ -75,12 +75,12 @@ class Eviction:
                 else ""
             )
 
-    def why_no_members(self) -> StoreError:
-        """Why no directory can take a new segment."""
+    def why_no_members(self, file_bytes: int) -> StoreError:
+        """Why no directory can take a file of a new segment."""
         well = [volume for volume in self._volumes if volume.health.writable]
         if well:
             return StoreFullError(
-                f"a new segment of {format_bytes(self._config.file_bytes)} would leave {well[0].path} less free than "
+                f"a new segment of {format_bytes(file_bytes)} would leave {well[0].path} less free than "
                 f"the floor of {self._config.floor_text} (--hcache-disk-free-floor)"
             )
         volume = self._volumes[0]

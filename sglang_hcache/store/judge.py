@@ -60,6 +60,7 @@ class Judge:
             elif failure.error_number == errno.ENOENT:  # in a directory that is there
                 gone = self._catalog.drop_file(run.segment, failure.stripe)
                 if gone:
+                    self._observer.count("store.runs_lost", gone)
                     logger.warning("hcache: stored runs are forgotten (%d): %s", gone, failure.error)
             # Read again, a bad sector would delay each restore of it, or take its directory out each time.
             elif _is_of_run(failure) and self._catalog.set_aside(run) and self._may_tell():

@@ -99,7 +99,7 @@ class SavedState:
             if news:
                 with contextlib.suppress(StoreError):
                     self._put(
-                        replace(self._state, segments=self._used(), going=frozenset(news | self._coldest()))
+                        replace(self._state, segments=self._used(), going=self._going(news | self._coldest()))
                     )
 
     def outgrow(self, other: StoreIdentity) -> None:
@@ -167,7 +167,11 @@ class SavedState:
         """As it is now, with the serial number of the last one."""
         marks, segments = self._catalog.quarantined(_MARKS_KEPT), self._segments()
         store_id, serial = self._identity.store_id, self._state.serial
-        return State(store_id, serial, segments, frozenset(going), marks, dict(meta))
+        return State(store_id, serial, segments, self._going(going), marks, dict(meta))
+
+    def _going(self, here: Collection[int]) -> frozenset[int]:
+        """With those that may be gone already, where nobody can look."""
+        return frozenset(here) | (self.unseen.keys() & self._state.going)
 
     def _targets(self) -> list[Volume]:
         """A small file finds room where a segment does not."""

@@ -172,7 +172,7 @@ class Space:
             # Not before a directory that is back can be written to: else what the others hold goes instead.
             self._eviction.restore_cap()
             self._eviction.restore_floor()
-            members = self._eviction.next_members()
+            members = self._eviction.next_members(self._config.file_bytes)
             if members:
                 self._eviction.make_room(self._config.file_bytes, members)
 
@@ -244,10 +244,7 @@ class Space:
     def _renew(self, run: Run) -> Segment:
         """Seal the active segment and begin one that ``run`` fits, wherever writes are taken and there is room."""
         self._seal_active()
-        members = self._eviction.next_members()
-        if not any(self._volumes[stripe].health.writable for stripe in members):
-            raise self._eviction.why_no_members()
-        file_bytes = max(self._config.file_bytes, *self._shape(run, members).part_bytes)
+        members, file_bytes = self._members_for(run)
         lacking = self._eviction.make_room(file_bytes, members)
         if lacking:
             raise StoreFullError(lacking)
@@ -264,6 +261,18 @@ class Space:
         self._catalog.add_segment(segment)
         self._active = segment
         return segment
+
+    def _members_for(self, run: Run) -> tuple[tuple[int, ...], int]:
+        """Directories that have room for a segment with ``run``, and the size of its files."""
+        file_bytes = self._config.file_bytes
+        while True:
+            members = self._eviction.next_members(file_bytes)
+            if not any(self._volumes[stripe].health.writable for stripe in members):
+                raise self._eviction.why_no_members(file_bytes)
+            needed = max(self._shape(run, members).part_bytes)
+            if needed <= file_bytes:
+                return members, file_bytes
+            file_bytes = needed
 
     def _seal_active(self) -> None:
         segment, self._active = self._active, None

@@ -80,11 +80,7 @@ def begin(
     if lost:
         logger.warning("hcache: %d stored runs lost their files or headers and are forgotten", lost)
         observer.count("store.runs_lost", lost)
-    unseen = {
-        number: known
-        for number, known in state.segments.items()
-        if number not in state.going and files.may_be_out(number)
-    }
+    unseen = {number: known for number, known in state.segments.items() if files.may_be_out(number)}
     highest = max([*listed.numbers(), *state.segments, identity.first_segment - 1])
     return Start(
         saved=SavedState(volumes, identity, catalog, state, unseen),

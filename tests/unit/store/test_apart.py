@@ -46,6 +46,33 @@ def test_what_one_directory_let_go_alone_is_not_lost(tmp_path: Path, monkeypatch
     assert counters["store.runs_lost"] == 0
 
 
+def test_what_was_about_to_go_in_a_directory_that_is_out_is_written_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be there, or not: nobody can see."""
+    config = only_in_second(tmp_path, monkeypatch)
+    store = DiskStore.open(config, Counters())
+    for number in range(5, 45):
+        write_keys(store, make_keys(1000 * number, 4), SIZES)
+    save(store)
+    written = store.stats().written_today_bytes
+    going = state_of(config.dirs[0]).going
+    assert going <= {item.number for item in Inside(store).catalog.segments()}
+    kill(store)
+    with monkeypatch.context() as patch:
+        sick({"disk1"}, patch)
+        store = DiskStore.open(config, Counters())
+        assert going <= state_of(config.dirs[0]).going
+    wait_until(lambda: is_healthy(store))
+    scores = [item.score for item in Inside(store).catalog.segments() if item.number in going]
+    assert len(scores) == len(going) > 0
+    assert all(scores)
+    store.close()
+    store = DiskStore.open(config, Counters())
+    assert store.stats().written_today_bytes == written
+    store.close()
+
+
 def test_files_of_segments_that_could_not_be_read_in_another_directory_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,6 +276,7 @@ def test_of_a_missing_file_nobody_else_waits_for_the_other_runs(
     lines = [record.message for record in caplog.records if "forgotten" in record.message]
     assert len(lines) == 1
     assert lines[0].startswith("hcache: stored runs are forgotten (5): ")
+    assert counters["store.runs_lost"] == 5
 
 
 def test_a_damaged_run_stays_forgotten(

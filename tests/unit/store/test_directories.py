@@ -541,12 +541,17 @@ def test_segments_without_a_superblock_at_start_are_left_to_fsck(
     read_keys(open_store(config), make_keys(0, 2))
 
 
-def test_a_half_made_store_is_finished(tmp_path: Path, open_store: OpenStore) -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_half_made_store_is_finished(tmp_path: Path, open_store: OpenStore, is_begun: bool) -> None:
     config = small_config(tmp_path, 2)
     open_store(config).close()
     for path in config.dirs[1].iterdir():
         path.unlink()
+    if is_begun:  # a kill while the first superblock was written
+        for name in ("lock", "superblock.tmp"):
+            (config.dirs[1] / name).touch(0o600)
     store = open_store(config)
+    assert [item.condition for item in store.stats().directories] == ["healthy"] * 2
     write_keys(store, make_keys(0, 1), (4096, 4096))
     read_keys(store, make_keys(0, 1))
 

@@ -16,6 +16,7 @@ import pytest
 from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, removal
+from sglang_hcache.store.config import SCRATCH_NAMESPACE
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import pack_header
 from sglang_hcache.store.format.state import SegmentState
@@ -29,13 +30,15 @@ from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_key,
     make_keys,
+    make_run,
     match_keys,
+    payload_of,
     physical_bytes,
     read_keys,
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import state_of, wait_until, write_state
+from tests.unit.store.conftest import kill, state_of, wait_until, write_state
 
 OpenStore = Callable[..., DiskStore]
 MIB = 2**20
@@ -138,6 +141,28 @@ def test_segment_files_without_runs_are_deleted(closed: StoreConfig, open_store:
     assert not any((directory / "segment-00000077.seg").exists() for directory in closed.dirs)
     write_keys(store, make_keys(900, 1), LAYERS)
     assert (closed.dirs[0] / "segment-00000078.seg").exists(), "numbers are not used again"
+
+
+def test_a_start_that_was_killed_while_it_measured_leaves_nothing(
+    closed: StoreConfig, open_store: OpenStore, counters: Counters
+) -> None:
+    before = physical_bytes(closed.dirs)
+    store = open_store(closed)
+    written = store.stats().written_today_bytes
+    with store.measuring():
+        for number in range(3):
+            keys = make_keys(1000 + 10 * number, 4)
+            run = replace(make_run(keys, LAYERS), namespace_id=SCRATCH_NAMESPACE)
+            store.write_run(run, payload_of(run))
+        Inside(store).write_down()
+        kill(store)
+    store = open_store(closed)
+    assert readable(store) == [*range(RUNS)]
+    assert store.stats().runs == RUNS
+    assert store.stats().written_today_bytes == written
+    assert counters["store.runs_lost"] == 0
+    store.close()
+    assert physical_bytes(closed.dirs) <= before
 
 
 def test_torn_tail(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:

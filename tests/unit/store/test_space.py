@@ -283,17 +283,19 @@ class Disks:
 
 @pytest.mark.usefixtures("no_keeper")
 @pytest.mark.parametrize("keeper", [False, True])
-@pytest.mark.parametrize("room_of_second", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("segment", [MIB, MIB // 8])  # with room for a run in each directory, or not
+@pytest.mark.parametrize("room_of_second", [0, 0.5, 1, 2, 3, 5])
 def test_a_disk_with_little_room_does_not_make_the_tier_as_small(
     tmp_path: Path,
     open_store: OpenStore,
     monkeypatch: pytest.MonkeyPatch,
-    room_of_second: int,
+    room_of_second: float,
+    segment: int,
     keeper: bool,
 ) -> None:
-    config = small_config(tmp_path, 2, size=24 * MIB, segment=MIB, floor=100 * MIB)
+    config = small_config(tmp_path, 2, size=24 * MIB, segment=segment, floor=100 * MIB)
     disks = Disks(config, monkeypatch)
-    disks.room[1] = room_of_second * 600 * 2**10
+    disks.room[1] = int(room_of_second * 600 * 2**10)
     store = open_store(config)
     written = []
     for number in range(60):
