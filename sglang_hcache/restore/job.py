@@ -107,6 +107,11 @@ class RestoreJob:
         return tuple(source for block in self.blocks for source in block.sources)
 
     @property
+    def has_filled_host(self) -> bool:
+        """Whether it also copied chunks from the disk to host memory, which others do not."""
+        return any(block.has_filled_host for block in self.blocks)
+
+    @property
     def is_over(self) -> bool:
         return self.state in (RestoreState.DONE, RestoreState.FAILED, RestoreState.CANCELLED)
 

@@ -61,6 +61,8 @@ class Promotion:
         self._lock = threading.Lock()
         self._slots: dict[int, int] = {}  # by place
         self._has_begun = False
+        self.has_copied = False
+        """Whether there were slots for some of them."""
         self._layers_left = host.layout.num_layers
         self._copying = 0
         self._is_closed = False
@@ -75,6 +77,7 @@ class Promotion:
             if not self._has_begun:
                 self._has_begun = True
                 self._slots = self._reserve()
+                self.has_copied = bool(self._slots)
             self._copying += 1
         num_copied = 0
         try:

@@ -69,6 +69,11 @@ class ChunkLease:
         """Whether nothing need be read: all chunks are in host memory."""
         return bool(self._pieces)
 
+    @property
+    def has_filled_host(self) -> bool:
+        """Whether what was read from the disk was copied to host memory as well."""
+        return any(part.promotion is not None and part.promotion.has_copied for part in self._parts)
+
     def close(self) -> None:
         """Let the chunks go. Idempotent."""
         self._holds.close()

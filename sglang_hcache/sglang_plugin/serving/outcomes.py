@@ -30,6 +30,8 @@ class Outcomes:
     def over(self, restore: Restore) -> None:
         """It is over: agree with the other ranks on how long it took, report it, and learn from it."""
         job = restore.job
+        # Memory that nobody has touched before may take longer than the reads.
+        restore.is_disturbed |= job.has_filled_host
         is_late = restore.is_late and not restore.is_disturbed
         taken_s = job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s
         all_in_time, all_are_certain, *times = self._ranks.minimum(

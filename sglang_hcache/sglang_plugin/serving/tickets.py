@@ -49,7 +49,7 @@ class Restore:
     depends_on_pace: bool = False
     """Whether it takes longer, or less, when its share of the device changes."""
     is_disturbed: bool = False
-    """Whether that has happened: what it took was not predicted, for a reason that is known."""
+    """Whether that has happened, or else it took what was not predicted for a reason that is known."""
     missing_elsewhere: bool = False
     """Whether another rank has not brought its part."""
     failed_elsewhere: bool = False

@@ -917,19 +917,23 @@ def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(world: World) -> No
     assert job.deadline_s - before > 0.01, "nobody spins meanwhile"
 
 
-@pytest.mark.parametrize("pauses", [False, True])
-def test_what_a_restore_took_beside_a_pause_teaches_nothing(pauses: bool) -> None:
+@pytest.mark.parametrize("beside", ["nothing", "pause", "promotion"])
+def test_what_a_restore_took_beside_something_else_teaches_nothing(
+    beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = gate_for(recompute_s=1.0, may_recompute=False)
     world = World(gate)
     world.store(tokens(1, 6))
     world.queue("a", tokens(1, 6))
     world.coordinator.tick()
-    if pauses:
+    if beside == "pause":
         world.coordinator.pause()
+    if beside == "promotion":
+        monkeypatch.setattr(ChunkLease, "has_filled_host", True)
     world.engine.jobs[0].seconds = 100.0
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
-    assert (set(gate._drift.factors.values()) == {1.0}) == pauses
+    assert (set(gate._drift.factors.values()) == {1.0}) == (beside != "nothing")
 
 
 def waiting_for_room(world: World) -> None:
