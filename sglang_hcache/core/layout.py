@@ -35,6 +35,18 @@ class PlanKind(StrEnum):
     RECOMPUTE = "recompute"
     """Every layer from tokens: what happens without a tier."""
 
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods that it may mix."""
+        if self is PlanKind.AUTO:
+            return tuple(Method)
+        return (Method.KV, Method.RECOMPUTE) if self is PlanKind.HYBRID else (Method(self.value),)
+
+    @property
+    def stored(self) -> tuple[Method, ...]:
+        """Those of them for which something is stored."""
+        return tuple(method for method in self.methods if method is not Method.RECOMPUTE)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:

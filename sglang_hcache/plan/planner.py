@@ -25,14 +25,6 @@ from sglang_hcache.plan.timeline import FloatArray, IntArray, Timeline, best_tim
 _TIE = 1e-9
 """Plans whose times differ by less than this share are equally fast."""
 
-_STORED_BY = {
-    PlanKind.HIDDEN: Method.HIDDEN,
-    PlanKind.KV: Method.KV,
-    PlanKind.HYBRID: Method.KV,
-    PlanKind.RECOMPUTE: Method.RECOMPUTE,
-}
-"""What every layer stores, where there is nothing to choose."""
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
@@ -115,7 +107,7 @@ def search(
     """
     if num_layers < 1:
         raise ValueError(f"a model has at least one layer, got {num_layers}")
-    splits = [split for split in _all_splits(num_layers) if _allows(kind, split)]
+    splits = [split for split in _all_splits(num_layers) if set(split.methods()) <= set(kind.methods)]
     recompute, hidden, kv = _counts(splits)
     total, io, compute = block_totals(recompute, hidden, kv, costs)
     if not with_fill:
@@ -140,7 +132,7 @@ def plan_stored(costs: LayerCosts, num_layers: int, kind: PlanKind = PlanKind.AU
         ``HIDDEN`` or ``KV`` for each layer; ``RECOMPUTE`` for all of them if nothing is to be stored.
     """
     if kind is not PlanKind.AUTO:
-        return (_STORED_BY[kind],) * num_layers
+        return (kind.methods[0],) * num_layers
     choices = [Split(0, num_layers - num_kv, num_kv).methods() for num_kv in range(num_layers + 1)]
     fastest = []
     for stored in choices:
@@ -237,21 +229,6 @@ def _all_splits(num_layers: int) -> list[Split]:
         for recompute in range(num_layers + 1)
         for kv in range(num_layers - recompute + 1)
     ]
-
-
-def _allows(kind: PlanKind, split: Split) -> bool:
-    if kind is PlanKind.AUTO:
-        return True
-    if kind is PlanKind.HYBRID:
-        return split.hidden == 0
-    return (
-        split.num_layers
-        == {
-            PlanKind.HIDDEN: split.hidden,
-            PlanKind.KV: split.kv,
-            PlanKind.RECOMPUTE: split.recompute,
-        }[kind]
-    )
 
 
 def _counts(splits: Sequence[Split]) -> tuple[IntArray, IntArray, IntArray]:

@@ -261,7 +261,7 @@ class HostTier(SlotMemory):
                 if for_good:
                     self._entries[key].info = None
 
-    def disk_is_open(self, is_on_disk: Callable[[ChunkKey], bool], *, for_good: bool) -> None:
+    def disk_opened(self, is_on_disk: Callable[[ChunkKey], bool], *, for_good: bool) -> None:
         """There is a disk tier from now on: what is here already has to be written, but for what is on it.
 
         Args:

@@ -137,7 +137,7 @@ class TieredStore:
                 demoter.clear_disk()
             # In this order: who sees the disk asks whether it is cleared.
             self._demoter, self._clears_late, self.disk = demoter, False, disk
-            self.host.disk_is_open(self._is_on_disk, for_good=disk.has_max_age)
+            self.host.disk_opened(self._is_on_disk, for_good=disk.has_max_age)
         logger.info("hcache: the disk tier is open now, with %d chunks in it", disk.stats().chunks)
 
     def _still_left_out(self, why: str) -> None:

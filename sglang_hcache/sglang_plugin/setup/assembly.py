@@ -35,17 +35,6 @@ from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_TRIED = {
-    PlanKind.AUTO: (Method.HIDDEN, Method.KV),
-    PlanKind.HIDDEN: (Method.HIDDEN,),
-    PlanKind.KV: (Method.KV,),
-    PlanKind.HYBRID: (Method.KV,),
-    PlanKind.RECOMPUTE: (),
-}
-"""What may be restored, and so is checked before serving."""
-_MIXED = (PlanKind.AUTO, PlanKind.HYBRID)
-"""What may recompute first layers, and needs costs for that whatever is restored."""
-
 
 def assemble(
     config: HCacheConfig, model: ServedModel, device: Device, machine: Callable[[Sequence[Path]], str]
@@ -92,7 +81,7 @@ class _Assembly:
             raise
 
     def _run_check(self) -> None:
-        methods = _TRIED[self._config.method]
+        methods = self._config.method.stored
         if not methods:
             return
         projectors = dict(self._model.projectors())
@@ -168,7 +157,9 @@ class _Assembly:
             profile,
             stored,
             CHUNK_TOKENS * block_chunks,
-            may_recompute=config.method in _MIXED and check is not None and check.may_recompute,
+            may_recompute=Method.RECOMPUTE in config.method.methods
+            and check is not None
+            and check.may_recompute,
             pass_tokens=device.largest_pass if device.cuts_prompts else math.inf,
         )
 
@@ -195,7 +186,7 @@ def _without_hidden_states(config: HCacheConfig, model: ServedModel) -> HCacheCo
 def _predicts(config: HCacheConfig) -> bool:
     if config.method is PlanKind.RECOMPUTE:
         return False
-    return config.method in _MIXED or config.restore is RestoreWhen.FASTER
+    return Method.RECOMPUTE in config.method.methods or config.restore is RestoreWhen.FASTER
 
 
 def budget_of(config: HCacheConfig, layout: StateLayout, device: Device, context_length: int) -> HostBudget:

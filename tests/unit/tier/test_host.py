@@ -131,7 +131,7 @@ def test_a_chunk_made_anew_is_not_clean_because_the_old_one_was_written() -> Non
 def test_what_turns_dirty_while_a_late_disk_is_looked_through_is_written() -> None:
     tier = host(1)
     put(tier, 1)
-    tier.disk_is_open(lambda key: tier.mark_dirty([key]) is None, for_good=True)
+    tier.disk_opened(lambda key: tier.mark_dirty([key]) is None, for_good=True)
     assert tier.oldest_dirty(1) == [info(1)]
 
 
