@@ -233,6 +233,16 @@ class Segment:
                 self._files[name] = self._volumes[stripe].open_segment(self.number, writing=writing)
             return self._files[name]
 
+    def drop_cached(self) -> None:
+        """Take its files out of the page cache, where they are not read with O_DIRECT; the caller holds a pin.
+
+        Raises:
+            StoreError: a device failed.
+        """
+        for stripe in self.members:
+            if not self._volumes[stripe].directory.direct:
+                self._volumes[stripe].drop_cached(self.file(stripe))
+
     def forget_files(self) -> None:
         """Let the open files go: nothing pins the segment, or its directory came back as another one.
 

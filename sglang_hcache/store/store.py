@@ -219,6 +219,12 @@ class DiskStore:
         if len(lease.chunk_layer_bytes) - 1 in into:  # the first ones may be recomputed instead
             self._tally.count("store.chunks_read", len(lease.keys))
 
+    def drop_cached(self, keys: Sequence[bytes]) -> None:
+        """Have ``keys`` read from the device next, not from the page cache. Raises as reading does."""
+        with self._operations.one(), self.lease(keys) as lease:
+            for segment in {item.run.segment for item in lease.slices}:
+                segment.drop_cached()
+
     def _release(self, lease: ReadLease) -> None:
         self._unpin([item.run.segment for item in lease.slices])
 

@@ -66,12 +66,17 @@ class ScratchReads:
     def time(self, length: int) -> float:
         """Seconds of one layer of ``length`` tokens, when several are read one after the other.
 
+        From a disk they come from the device, without O_DIRECT as well: what the page cache holds now is no promise of
+        what it holds when a prompt is asked for again.
+
         Raises:
             StoreError: it cannot be read.
         """
         count = length // CHUNK_TOKENS
         size = count * self._layout.chunk_layer_bytes[0]
         steps = layers_of_steps(dict.fromkeys(range(NUM_LAYERS), size), STEP_BYTES, self._together)
+        if self._disk is not None:
+            self._disk.drop_cached(self._keys[:count])
         with self._tier.lease(self._keys[:count]) as lease:
             began = time.monotonic()
             reads = [

@@ -51,6 +51,12 @@ def zero(fd: int, begin: int, end: int) -> None:
             begin += os.pwrite(fd, memoryview(_ZEROS)[: end - begin], begin)
 
 
+def drop_cached(fd: int) -> None:
+    """Take a file out of the page cache. Raises OSError."""
+    os.fdatasync(fd)  # what is not durable yet would stay
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _fallocate(fd: int, mode: int, begin: int, size: int) -> bool:
     """False if the file system cannot do that. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -11,7 +11,7 @@ from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError, 
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.store.volumes.files import SegmentFile
+from sglang_hcache.store.volumes.files import SegmentFile, drop_cached
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ONLY_ERRNOS, Health
 
 T = TypeVar("T")
@@ -116,6 +116,10 @@ class Volume:
         return self.call(
             partial(directory.open_to_read, segment, directory.direct), "cannot open a segment file"
         )
+
+    def drop_cached(self, file: OpenFile) -> None:
+        """Take ``file`` out of the page cache."""
+        self.call(partial(drop_cached, file.fd), "cannot drop a segment file from the page cache")
 
     def trim_segment(self, segment: int, size: int) -> None:
         trim = partial(self.directory.trim_segment, segment, size)
