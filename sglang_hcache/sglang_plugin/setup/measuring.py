@@ -223,7 +223,8 @@ class Bench:
                 curves = self._tier_curves(
                     lambda method: self._with_bus(method, self._read_curve(reads[method]))
                 )
-                found[DISK] = replace(curves, contention=self._contention(reads[self._busiest]))
+                read_curve = curves.hidden if self.hidden else curves.kv
+                found[DISK] = replace(curves, contention=self._contention(reads[self._busiest], read_curve))
             except (StoreError, TierMissError) as error:
                 logger.warning(
                     "hcache: reads from the disk tier could not be measured: %s. Until a restore from it says "
@@ -299,10 +300,13 @@ class Bench:
 
         return self._fit(lengths, copy)
 
-    def _contention(self, reads: ScratchReads) -> float:
+    def _contention(self, reads: ScratchReads, read_curve: CostCurve) -> float:
         """Which share of reading and restoring, of about as much each as in a restore, does not go on side by side."""
         method = self._busiest
         length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
+        # Read four times at least: fewer from a slow disk.
+        while length > CHUNK_TOKENS and NUM_LAYERS * read_curve.seconds(length) > self._timing.long_s:
+            length -= CHUNK_TOKENS
         layer_s = self._restore_one(method, length, 1)
         num_layers = min(NUM_LAYERS, max(1, int(self._timing.long_s / layer_s)))
         read, restore = partial(reads.time, length), partial(self._restore_one, method, length, num_layers)

@@ -21,7 +21,7 @@ from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup import measuring
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
-from sglang_hcache.sglang_plugin.setup.scratch import ScratchReads
+from sglang_hcache.sglang_plugin.setup.scratch import NUM_LAYERS, ScratchReads
 from sglang_hcache.sglang_plugin.setup.timing import range_of
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
@@ -280,15 +280,18 @@ def test_layers_are_restored_as_a_model_has_them(forward: Forward) -> None:
 
 
 class Reads:
-    """Takes 20 ms."""
+    """Takes 20 ms, or so long for each token."""
 
     longest = 512
 
-    def __init__(self, clock: Forward) -> None:
+    def __init__(self, clock: Forward, per_token_s: float | None = None) -> None:
         self._clock = clock
+        self._per_token_s = per_token_s
+        self.lengths: list[int] = []
 
     def time(self, length: int) -> None:
-        self._clock.now += 0.02
+        self._clock.now += 0.02 if self._per_token_s is None else length * self._per_token_s
+        self.lengths.append(length)
 
 
 class Beside:
@@ -335,10 +338,31 @@ def test_reading_and_restoring_at_once(
     for hidden, method in ((True, Method.HIDDEN), (False, Method.KV)):
         restorer = SimpleNamespace(stage=None)
         measured = Bench(None, restorer, forward, None, 1024, 0.2, "here", hidden, True)  # type: ignore[arg-type]
-        contention = measured._contention(Reads(forward))  # type: ignore[arg-type]
+        read_curve = CostCurve(fixed_s=0.02 / NUM_LAYERS, per_token_s=0.0)
+        contention = measured._contention(Reads(forward), read_curve)  # type: ignore[arg-type]
         assert contention == pytest.approx(float(share_a_core))
         assert set(restored) == {method}
         restored.clear()
+
+
+@pytest.mark.parametrize(("token_s", "length"), [(0.01, 64), (0.0005, 192), (0.0001, 512)])
+def test_a_slow_disk_is_not_read_for_long_to_see_what_goes_on_beside(
+    token_s: float, length: int, forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """63 MB are: four times that from a disk of 10 MB/s would be half a minute of each start."""
+
+    def restore_one(_bench: Bench, method: Method, length: int, num_layers: int) -> float:
+        forward.now += num_layers * 1e-6 * length
+        return 1e-6 * length
+
+    monkeypatch.setattr(Bench, "_restore_one", restore_one)
+    monkeypatch.setattr(measuring, "ThreadPoolExecutor", lambda *_, **__: Beside(forward, True))
+    restorer = SimpleNamespace(stage=None)
+    measured = Bench(None, restorer, forward, None, 1024, 0.2, "here", True, True)  # type: ignore[arg-type]
+    reads = Reads(forward, token_s)
+    measured._contention(reads, CostCurve(per_token_s=token_s / NUM_LAYERS))  # type: ignore[arg-type]
+    assert set(reads.lengths) == {length}
+    assert forward.now < max(8 * 64 * token_s, 5 * measured.budget_s)
 
 
 def fill_nothing(_scratch: ScratchReads, _disk: DiskStore) -> None:
