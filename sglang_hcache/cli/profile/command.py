@@ -90,10 +90,10 @@ def profile(
 
     All methods are measured, whatever `--hcache-method` says.
 
-    Servers use the saved profile if model sizes, machine, versions, directories, attention backend, quantization and
-    `--tp-size` are the same; a new measurement replaces it. Without `--hcache-dirs` only host memory is measured. No
-    server may use the directories during the measurement. It writes up to 128 MiB there and deletes them at the end.
-    An existing disk tier keeps its sizes unless you give others.
+    Servers use the saved profile if model sizes, dtype, machine, versions, directories, attention backend,
+    quantization and `--tp-size` are the same; a new measurement replaces it. Without `--hcache-dirs` only host memory
+    is measured. No server may use the directories during the measurement. It writes up to 128 MiB there and deletes
+    them at the end. An existing disk tier keeps its sizes unless you give others.
     """
     from sglang_hcache.cli.profile.report import ProfileReport
     from sglang_hcache.cli.profile.run import measure

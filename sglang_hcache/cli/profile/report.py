@@ -106,7 +106,9 @@ class ProfileReport:
 
     def _ending(self) -> list[str]:
         dirs = "disk directories" if self.has_dirs else "no disk tier"
-        same = f"the same model, machine, versions, attention backend, quantization, --tp-size and {dirs}"
+        same = (
+            f"the same model, dtype, machine, versions, attention backend, quantization, --tp-size and {dirs}"
+        )
         lines = [f"Saved {self.path}"]
         if self.is_found_by_servers:
             lines.append(f"Servers started with {same} use it by themselves.")

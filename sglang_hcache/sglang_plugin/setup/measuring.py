@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import time
 from array import array
@@ -339,22 +338,6 @@ class Bench:
 def installed_versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     return {name: version(name) for name in _PACKAGES} | {"measuring": str(_REVISION)}
-
-
-def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLike[str]]) -> str:
-    """Names what the numbers of a profile belong to: processor, device, directories of the disk tier.
-
-    Args:
-        computes_by: attention backend, how weights are quantised, and ranks.
-    """
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = os.uname().machine
-    cores = len(os.sched_getaffinity(0))
-    where = ", ".join(sorted(os.fspath(path) for path in directories)) or "no disk tier"
-    return f"{model}, {cores} cores, {device}, {computes_by}; {where}"
 
 
 def _seconds(work: Callable[[], object], times: int = 1) -> float:

@@ -43,7 +43,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import (
 )
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.sglang_plugin.setup.assembly import assemble
-from sglang_hcache.sglang_plugin.setup.measuring import machine_name
+from sglang_hcache.sglang_plugin.setup.machine import computes_by, machine_name
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -137,10 +137,8 @@ class HCacheRadixCache(RadixCache):
         )
         config = config_of(self._server_args).of_rank(ranks.rank, ranks.size)
         model = served_model(self._runner, self._pool.dtype)
-        num_ranks = f"{ranks.size} ranks" if ranks.size > 1 else None
-        computes_by = (str(self._server_args.attention_backend), model.quantization, num_ranks)
-        device_is = device_name(self._runner.device, self._runner.gpu_id)
-        machine = partial(machine_name, device_is, ", ".join(filter(None, computes_by)))
+        by = computes_by(model, str(self._server_args.attention_backend), is_cpu=device.is_cpu)
+        machine = partial(machine_name, device_name(self._runner.device, self._runner.gpu_id), by)
         self._bridge = assemble(config, model, device, machine)
         if not device.is_cpu:
             logger.info(log_line(longest_replayed_prefill(self._runner)))

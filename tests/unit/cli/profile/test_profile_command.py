@@ -137,9 +137,7 @@ def test_table_of_what_was_measured(run):
     ):
         assert text in lines
     assert any(text.startswith("Measured 64 to 4,096 tokens, times of one layer") for text in lines)
-    same = (
-        "the same model, machine, versions, attention backend, quantization, --tp-size and disk directories"
-    )
+    same = "the same model, dtype, machine, versions, attention backend, quantization, --tp-size and disk directories"
     assert f"Servers started with {same} use it by themselves" in out
     assert f"restoring pays: hcache plan --profile {profile_dir() / file_name(profile_of())}\n" in out
     assert "Warning" not in out
