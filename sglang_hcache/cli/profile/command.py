@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -41,8 +42,8 @@ Out = Annotated[
     typer.Option(
         metavar="FILE",
         parser=named_path,
-        help="Where to save the profile; pass it to servers with --hcache-profile FILE. Default: where servers look "
-        "by themselves, ~/.cache/sglang-hcache/profiles.",
+        help="Where to save the profile; pass it to servers with --hcache-profile FILE. A pipe or a device, such as "
+        "/dev/stdout, is written to. Default: where servers look by themselves, ~/.cache/sglang-hcache/profiles.",
         show_default=False,
     ),
 ]
@@ -183,8 +184,12 @@ def _check_target(target: Path, *, is_folder: bool) -> None:
     """
     if not is_folder and target.is_dir():
         raise ConfigError(f"--out: {target} is a folder; name a file")
-    folder = target if is_folder else target.parent
+    folder = target if is_folder else Path(os.path.realpath(target)).parent
     with _saving(target):
+        if _is_device(target):
+            if not os.access(target, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
         if is_folder:
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
@@ -193,14 +198,24 @@ def _check_target(target: Path, *, is_folder: bool) -> None:
 
 
 def _save(profile: Profile, path: Path, *, replaces_others: bool) -> None:
-    with _saving(path), tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
-        part = Path(scratch) / path.name
-        part.write_text(profile.to_json(), encoding="utf-8")
-        os.replace(part, path)  # whole or not at all: a server may be looking
+    with _saving(path):
+        if _is_device(path):
+            path.write_text(profile.to_json(), encoding="utf-8")
+            return
+        place = Path(os.path.realpath(path))  # a link stays
+        with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
+            part = Path(scratch) / place.name
+            part.write_text(profile.to_json(), encoding="utf-8")
+            os.replace(part, place)  # whole or not at all: a server may be looking
         if replaces_others:  # measured under another name of the model
             for other in path.parent.glob(f"*-{_identity(profile)}.json"):
                 if other != path:
                     other.unlink(missing_ok=True)
+
+
+def _is_device(path: Path) -> bool:
+    """Whether it is a pipe or a device, which no file may replace. Raises OSError."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextmanager

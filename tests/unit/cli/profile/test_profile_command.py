@@ -381,6 +381,30 @@ def test_what_cannot_be_saved_is_said(monkeypatch, tmp_path):
     assert nothing_is_left(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_what_is_no_file_is_written_to_and_stays(run, tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as pipe:
+        status, _, err = run(StandIn(profile_of()), "--model-path", "m", "--out", str(tmp_path / name))
+        assert status == 0, err
+        text = pipe.read(2**16)
+    assert text, "nothing was written to it"
+    assert Profile.from_json(text.decode()) == profile_of()
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_link_to_a_file_stays(run, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "file")
+    (tmp_path / "folder").mkdir()
+    for profile in (profile_of(), profile_of(machine="another")):
+        assert run(StandIn(profile), "--model-path", "m", "--out", str(tmp_path / "link"))[0] == 0
+        assert (tmp_path / "link").is_symlink()
+        assert Profile.read(tmp_path / "folder" / "file") == profile
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
+
+
 def test_help_teaches(run):
     status, out, _ = run(StandIn(None), "--help")
     assert status == 0
