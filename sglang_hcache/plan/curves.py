@@ -11,6 +11,9 @@ import numpy as np
 
 from sglang_hcache.plan.costs import check_range
 
+MAX_S = 10**6
+"""Seconds of a coefficient at most: nobody waits so long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
@@ -21,7 +24,7 @@ class CostCurve:
     lengths it was measured at, at least not to promise negative times.
 
     Raises:
-        ValueError: a coefficient is negative or not a number, or R² is over 1.
+        ValueError: a coefficient is negative, above :data:`MAX_S` or not a number, or R² is over 1.
     """
 
     fixed_s: float = 0.0
@@ -33,8 +36,8 @@ class CostCurve:
     def __post_init__(self) -> None:
         for name in ("fixed_s", "per_token_s", "per_token_squared_s"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must be a number of seconds, not negative, got {value!r}")
+            if not 0 <= value <= MAX_S:
+                raise ValueError(f"{name} must be a number of seconds from 0 to {MAX_S:,}, got {value!r}")
         r_squared = self.r_squared
         if r_squared is not None and not r_squared <= 1:
             raise ValueError(f"r_squared must be a number up to 1, or null, got {r_squared!r}")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+
+MAX_LAYERS = 1024
+"""The search tries all mixes, whose number grows with the square of that of layers."""
+MAX_SIZE = 10**7
+"""Of anything else: products of a few of them are still numbers that can be calculated with."""
 
 
 class FFNKind(StrEnum):
@@ -52,7 +58,7 @@ class ModelShape:
     """A decoder whose layers are all alike.
 
     Raises:
-        ValueError: a size is not a positive number, or the heads do not share KV heads evenly.
+        ValueError: a size is not a positive number, or too large; or the heads do not share KV heads evenly.
     """
 
     name: str
@@ -73,9 +79,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for field in _SIZE_FIELDS:
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} must be a positive whole number, got {value!r}")
+            _check_size(field, getattr(self, field), MAX_LAYERS if field == "num_layers" else MAX_SIZE)
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a text that is not empty, got {self.name!r}")
         if self.num_heads % self.num_kv_heads:
@@ -135,7 +139,7 @@ class ModelShape:
         size = _dtype_bytes(dtype or _served_dtype(config))
         return cls(
             name=name,
-            num_layers=_size(config, "num_hidden_layers"),
+            num_layers=_size(config, "num_hidden_layers", most=MAX_LAYERS),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
@@ -178,12 +182,16 @@ def _ffn_size(config: Mapping[str, Any], model_type: str) -> int:
     return _size(config, "ffn_dim" if model_type == "opt" else "intermediate_size")
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _size(config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} must be a positive whole number, got {value!r}")
+    return _check_size(key, value, most)
+
+
+def _check_size(name: str, value: Any, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name} must be a positive whole number up to {most:,}, got {reprlib.repr(value)}")
     return value
 
 

@@ -300,7 +300,10 @@ def _profile(
     hardware = Hardware(flops=tflops * 1e12, io_bytes_per_s=io_gbps * 1e9)
     machine = f"{io_gbps:g} GB/s of I/O, {tflops:g} TFLOP/s; costs are counted, not measured"
     projects = model.why_not_hidden is None
-    return analytic_profile(model.shape, hardware, tier="disk", machine=machine, projects=projects)
+    try:
+        return analytic_profile(model.shape, hardware, tier="disk", machine=machine, projects=projects)
+    except ValueError as error:
+        raise ConfigError(f"--io-gbps, --tflops: too slow for this model: {error}") from None
 
 
 def _tier(profile: Profile, tier: str) -> str:

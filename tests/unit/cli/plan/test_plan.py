@@ -358,6 +358,18 @@ def test_tier_of_a_profile(plan_json, tmp_path):
             ["{dir}/plain.json", *RATES],
             "MODEL: {dir}/plain.json: dtype 'int8' is not allowed; allowed: float32",
         ),
+        (
+            ["{dir}/deep.json", *RATES],
+            "MODEL: {dir}/deep.json: num_hidden_layers must be a positive whole number up to 1,024, got 100000",
+        ),
+        (
+            ["llama2-70b", "--io-gbps", "1", "--tflops", "1e-9"],
+            "--io-gbps, --tflops: too slow for this model: per_token_s must be a number of seconds from 0 to",
+        ),
+        (
+            ["--profile", "{dir}/slow.json"],
+            "--profile: {dir}/slow.json is no profile that we can read: tiers.disk.kv: per_token_s must be a number",
+        ),
         (["llama2-7b", *RATES, "--tokens", "0"], "--tokens: 0 is not allowed; give a number between 1 and"),
         (["llama2-7b", *RATES, "--tokens", "1" + 400 * "0"], "--tokens: 1000"),
         (["llama2-7b", "--io-gbps", "nan", "--tflops", "1"], "--io-gbps: nan is not allowed"),
@@ -419,7 +431,11 @@ def test_errors_are_one_line(plan, tmp_path, arguments, message):
     (tmp_path / "deep").write_text("[" * 100_000)
     (tmp_path / "other.json").write_text(config(model_type="mamba"))
     (tmp_path / "plain.json").write_text(config(dtype="int8"))
+    (tmp_path / "deep.json").write_text(config(num_hidden_layers=100_000))
     write_profile(tmp_path / "profile.json")
+    slow = json.loads((tmp_path / "profile.json").read_text())
+    slow["tiers"]["disk"]["kv"]["per_token_s"] = 1e308
+    (tmp_path / "slow.json").write_text(json.dumps(slow))
     status, out, err = plan(*(text.replace("{dir}", str(tmp_path)) for text in arguments))
     assert (status, out) == (2, "")
     assert err.startswith("hcache: error: ")
