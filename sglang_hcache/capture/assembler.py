@@ -78,6 +78,11 @@ class Assembler:
                 return
         self._hand_over()
 
+    def wake(self) -> None:
+        """Hand over the rows that wait, if any. From the thread that publishes."""
+        if self._rows_held:
+            self._hand_over()
+
     def _hand_over(self) -> None:
         events, self._held, self._rows_held = self._held, [], 0
         self._published += len(events)

@@ -22,7 +22,7 @@ from sglang_hcache.capture.events import (
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.core.keys import ChunkKey, Namespace
-from sglang_hcache.core.layout import Method
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.device.kv_gather import load_gather
@@ -122,6 +122,10 @@ class Saving:
         return True
 
     def _begin(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        if len(tokens) >= CHUNK_TOKENS:
+            # Decoded rows that wait leave staging while this pass is computed: the next piece of a long prompt begins
+            # when it has ended, and needs all that is left.
+            self._assembler.wake()
         self._passes.begin(tokens, slots)
         if self._prefill_times is not None:
             self._prefill_times.begin(len(tokens))

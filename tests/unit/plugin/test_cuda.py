@@ -293,6 +293,7 @@ def saving_of(passes: object, times: object) -> Saving:
     saving = object.__new__(Saving)
     saving.captured = {"a"}
     saving._passes, saving._prefill_times = passes, times  # type: ignore[assignment]
+    saving._assembler = SimpleNamespace(wake=lambda: None)  # type: ignore[assignment]
     saving._has_failed = False
     return saving
 

@@ -76,6 +76,41 @@ def run_pass(bridge: Any, rid: str) -> None:
     bridge.saving.end_pass([RequestRows(rid, 0, 0, len(TOKENS))], is_typical=True, is_replayed=False)
 
 
+def test_decoded_rows_that_wait_make_room_for_the_next_piece_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They leave staging, which holds two pieces, while the first one is computed; nothing does between the two."""
+    piece, hidden = torch.arange(512), torch.zeros(512, 1)
+    bridge: Any = Served(rows=2 * len(piece)).bridge
+    requests, goes_on = bridge.saving._assembler._requests, threading.Event()
+    add_pass = requests.add_pass
+    monkeypatch.setattr(requests, "add_pass", lambda *args: goes_on.wait(60) and add_pass(*args))
+    for rid in ("decodes", "a long prompt"):
+        bridge.begin_capture(rid, None, array("q"))
+    bridge.saving.begin_pass(["decodes"], piece[:1], piece[:1])
+    for layer in range(LAYOUT.num_layers):
+        bridge.saving._on_layer(layer, hidden[:1])
+    bridge.saving.end_pass([RequestRows("decodes", 0, 0, 1)], is_typical=True, is_replayed=False)
+    for position in (0, 512):
+        bridge.saving.begin_pass(["a long prompt"], piece, piece)
+        if not position:
+            goes_on.set()
+            wait_until(lambda: not bridge.saving.is_busy)
+            goes_on.clear()
+        for layer in range(LAYOUT.num_layers):
+            bridge.saving._on_layer(layer, hidden)
+        bridge.saving.end_pass(
+            [RequestRows("a long prompt", position, 0, 512)],
+            is_typical=True,
+            is_replayed=False,
+            is_prefill=True,
+        )
+    goes_on.set()
+    bridge.close()
+    assert bridge.counters["capture.rows"] == 2 * 512 + 1
+    assert bridge.counters["capture.rows_dropped_staging_full"] == 0
+
+
 def test_a_pass_that_fails_by_itself_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge: Any = Served().bridge
     bridge.begin_capture("r", None, array("q"))
