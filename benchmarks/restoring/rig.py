@@ -141,6 +141,7 @@ class Rig:
             scheduler=Idle(),  # type: ignore[arg-type]
             forward=forward,
             largest_pass=piece,
+            pass_rows=piece,
             cuts_prompts=True,
             staged_passes=2,
             gpu=gpu,

@@ -17,6 +17,7 @@ from sglang_hcache.sglang_plugin.launch.prefill_graphs import limit_sizes
 from sglang_hcache.sglang_plugin.seam.budget import (
     HostBudget,
     largest_pass_of,
+    pass_rows_of,
     staged_passes_of,
     store_config,
 )
@@ -176,8 +177,8 @@ def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stor
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
         tell_limits()
-        passes, largest_pass = staged_passes_of(server_args), largest_pass_of(server_args)
-        HostBudget.of(share, layout, largest_pass=largest_pass, staged_passes=passes, num_ranks=num_ranks)
+        passes, rows = staged_passes_of(server_args), pass_rows_of(server_args)
+        HostBudget.of(share, layout, largest_pass=rows, staged_passes=passes, num_ranks=num_ranks)
 
 
 def _without_ranks(server_args: Any) -> list[str]:

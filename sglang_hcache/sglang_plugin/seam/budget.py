@@ -55,7 +55,7 @@ class HostBudget:
         """Divide it.
 
         Args:
-            largest_pass: most tokens of one prefill pass.
+            largest_pass: most rows of one pass (:func:`pass_rows_of`).
             staged_passes: that staging should hold (:func:`staged_passes_of`).
             num_ranks: that take as much, and have not yet.
             available: host memory for all of them, bytes; None: what there is now.
@@ -136,6 +136,11 @@ def largest_pass_of(server_args: Any) -> int:
     """Most tokens that SGLang prefills in one pass; where it cuts no prompts, in one with several of them."""
     cuts = cuts_prompts(server_args)
     return int(server_args.chunked_prefill_size if cuts else server_args.max_prefill_tokens)
+
+
+def pass_rows_of(server_args: Any) -> int:
+    """Most rows of one pass: of a prefill, or one of each request that decodes, where it is said how many may."""
+    return max(largest_pass_of(server_args), server_args.max_running_requests or 0)
 
 
 def staged_passes_of(server_args: Any) -> int:

@@ -170,6 +170,8 @@ class Device:
     forward: ForwardModel
     largest_pass: int
     """Most tokens of one prefill pass; where SGLang cuts no prompts, of one with several of them."""
+    pass_rows: int
+    """Most rows of one pass, also where each is of a request that decodes."""
     gpu: DeviceBuffers | None
     """Memory of a GPU; None on a CPU."""
     cuts_prompts: bool

@@ -69,7 +69,7 @@ class Saving:
         """Requests of which what they compute is saved."""
         self.drops_thoughts = device.drops_thoughts
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
-        ring = StagingRing(memory, tiers.layout, model.row_dtype, device.largest_pass)
+        ring = StagingRing(memory, tiers.layout, model.row_dtype, device.pass_rows)
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
         copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, observer, copiers)

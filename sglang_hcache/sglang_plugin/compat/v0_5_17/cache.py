@@ -33,7 +33,12 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill, served_model
 from sglang_hcache.sglang_plugin.launch.flags import config_of
 from sglang_hcache.sglang_plugin.launch.prefill_graphs import log_line
-from sglang_hcache.sglang_plugin.seam.budget import cuts_prompts, largest_pass_of, staged_passes_of
+from sglang_hcache.sglang_plugin.seam.budget import (
+    cuts_prompts,
+    largest_pass_of,
+    pass_rows_of,
+    staged_passes_of,
+)
 from sglang_hcache.sglang_plugin.seam.model import ROUNDED, shape_of
 from sglang_hcache.sglang_plugin.seam.protocols import (
     Device,
@@ -128,6 +133,7 @@ class HCacheRadixCache(RadixCache):
             scheduler=scheduler,
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
+            pass_rows=pass_rows_of(self._server_args),
             gpu=self._runner.hcache_buffers,
             cuts_prompts=cuts_prompts(self._server_args),
             drops_thoughts=self._server_args.strip_thinking_cache,

@@ -15,7 +15,9 @@ from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
 from sglang_hcache.sglang_plugin.seam import budget as budget_module
 from sglang_hcache.sglang_plugin.seam.budget import (
     HostBudget,
+    largest_pass_of,
     longest_run,
+    pass_rows_of,
     pool_share,
     staged_passes_of,
     store_config,
@@ -84,6 +86,14 @@ def test_a_gpu_begins_a_pass_before_the_last_one_has_ended(
     )
 
 
+@pytest.mark.parametrize(("running", "rows"), [(None, 128), (16, 128), (200, 400)])
+def test_staging_has_room_for_as_many_as_decode_at_once(running: int | None, rows: int) -> None:
+    arguments = SimpleNamespace(chunked_prefill_size=64, max_running_requests=running)
+    served = device(largest_pass_of(arguments), 2, pass_rows=pass_rows_of(arguments))
+    assert served.largest_pass == 64
+    assert budget_of(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, served, 8192).ring_rows == rows
+
+
 @pytest.mark.parametrize(
     ("largest_pass", "passes", "warning"),
     [
@@ -133,10 +143,17 @@ def test_a_pass_may_have_a_whole_prompt_where_none_is_cut(
 
 
 def device(
-    largest_pass: int, passes: int, *, cuts_prompts: bool = True, pool: int = 10_000, ranks: Any = None
+    largest_pass: int,
+    passes: int,
+    *,
+    pass_rows: int | None = None,
+    cuts_prompts: bool = True,
+    pool: int = 10_000,
+    ranks: Any = None,
 ) -> Any:
     return SimpleNamespace(
         largest_pass=largest_pass,
+        pass_rows=pass_rows or largest_pass,
         staged_passes=passes,
         cuts_prompts=cuts_prompts,
         ranks=ranks or Alone(),

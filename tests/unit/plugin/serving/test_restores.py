@@ -230,6 +230,7 @@ class World:
             scheduler=self.scheduler,
             forward=self.forward,  # type: ignore[arg-type]
             largest_pass=PIECE,
+            pass_rows=PIECE,
             cuts_prompts=True,
             staged_passes=2,
             gpu=pace  # type: ignore[arg-type]

@@ -63,6 +63,7 @@ class Served:
             adapters=None,
             drops_thoughts=False,
             largest_pass=512,
+            pass_rows=512,
             gpu=None,
             host_memory=host_buffer,
             pool=SimpleNamespace(buffers=pool.__getitem__),
