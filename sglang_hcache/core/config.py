@@ -140,10 +140,10 @@ class HCacheConfig(BaseModel):
     """How the disk tier is read and written: nixl (NIXL with io_uring, needs the extra ``nixl``), posix (threads with
     preadv and pwritev), or whichever a short probe at startup finds faster (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
-    """Maximum bytes of chunks that the disk tier writes in any 24 hours, to limit wear on the drives. They are counted
-    by whole hours, so up to an hour longer. Its own small files and probes of the disk are not counted. When the budget
-    is nearly used up, chunks that were never reused are not written. Use the capacity of the drives times their rated
-    drive writes per day."""
+    """Maximum bytes of chunks, with their headers, that the disk tier writes in any 24 hours, to limit wear on the
+    drives. They are counted by whole hours, so up to an hour longer. Its own small files and probes of the disk are not
+    counted. When the budget is nearly used up, chunks that were never reused are not written. Use the capacity of the
+    drives times their rated drive writes per day."""
     disk_max_age: Duration | None = None
     """Maximum age of a chunk on disk, such as 12h or 30d, counted from when it was written and regardless of use.
     Deletion may come up to an eighth earlier. If the server was stopped, the next startup deletes overdue chunks. Host
@@ -153,7 +153,7 @@ class HCacheConfig(BaseModel):
     staging_size: Size | None = Field(default=None, gt=0)
     """Part of ``host_size`` that buffers rows during forward passes, at most half of it. Rows that do not fit are not
     saved; the log warns at startup if that can happen to a prefill. Default: two of the largest passes (a prefill, or
-    the decoding of ``--max-running-requests`` if that is more), or three on a GPU with overlap scheduling, where a pass
+    the decoding of as many requests as may run, if that is more), or three on a GPU with overlap scheduling, where a pass
     begins before the previous one has ended; at most a quarter of ``host_size``."""
     segment_size: Size | None = Field(default=None, ge=2**20)
     """Size of one segment across all directories, at most a quarter of ``disk_size``. Disk eviction frees one segment

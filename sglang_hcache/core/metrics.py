@@ -94,10 +94,12 @@ COUNTERS = (
         "restores",
         "Restores by outcome. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
         "predicted to be faster. no_slots: the KV pool had no room behind other requests for 120 s. late: past the "
-        "deadline. failed_on_another_rank: failed or late there; this rank's part is not used.",
+        "deadline. try_late: the same of a rare try that was predicted to be slower. failed_on_another_rank: failed or "
+        "late there; this rank's part is not used.",
         "restores", "result",
         {
             "restore.done": "done", "restore.failed": "failed", "restore.late": "late",
+            "restore.try_late": "try_late",
             "restore.failed_on_another_rank": "failed_on_another_rank",
             "restore.cancelled": "aborted", "restore.declined_slower": "predicted_slower",
             "restore.no_slots": "no_slots",
@@ -125,6 +127,7 @@ COUNTERS = (
         "seconds", "reason",
         {
             "restore.lost_seconds_slower": "slower", "restore.lost_seconds_late": "late",
+            "restore.lost_seconds_try_late": "try_late",
             "restore.lost_seconds_failed": "failed",
             "restore.lost_seconds_failed_on_another_rank": "failed_on_another_rank",
             "restore.lost_seconds_cancelled": "aborted",
@@ -175,7 +178,7 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "disk_bytes", "Bytes of chunks read from disk (every read is verified) or written to it.", "bytes",
+        "disk_bytes", "Bytes of chunks, without headers, read from disk (every read is verified) or written to it.", "bytes",
         "direction", {"store.bytes_read": "read", "store.bytes_written": "written"},
     ),
     CounterMetric(
@@ -254,7 +257,7 @@ GAUGES = (
     ),
     GaugeMetric(
         "disk_written_24h_bytes",
-        "Bytes of chunks written to disk in the last 24 hours, which the write budget limits.",
+        "Bytes of chunks, with their headers, written to disk in the last 24 hours, which the write budget limits.",
         "bytes",
     ),
     GaugeMetric(

@@ -78,8 +78,9 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),
         ("HCacheNoRoom", ended("no_slots", "0+1x120"), 60, True),
         ("HCacheNoRoom", ended("no_slots", "0x50 2x70"), 60, False),
-        ("HCacheCostsTime", seconds("saved", "0+1x120") | seconds("lost", "0+2x120"), 60, True),
+        ("HCacheCostsTime", seconds("saved", "0+1x120") | seconds("lost", "0+4x120"), 60, True),
         ("HCacheCostsTime", seconds("saved", "0+2x120") | seconds("lost", "0+1x120"), 60, False),
+        ("HCacheCostsTime", seconds("saved", "0x120") | seconds("lost", "0x50 0.05x70"), 100, False),
         ("HCacheMetricsMissing", UP, 14, False),
         ("HCacheMetricsMissing", UP, 16, True),
         ("HCacheMetricsMissing", UP | INFO, 60, False),
@@ -88,6 +89,7 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheMetricsMissing", POD | INFO, 60, False),
         ("HCacheRestoresFail", ended("done", "0+4x120") | ended("late", "0+1x120"), 60, True),
         ("HCacheRestoresFail", ended("done", "0+20x120") | ended("late", "0+1x120"), 60, False),
+        ("HCacheRestoresFail", ended("done", "0x120") | ended("try_late", "0+1x120"), 60, False),
         ("HCacheRestoresFail", ended("done", "0x120") | ended("failed", "0x50 2x70"), 60, False),
     ],
 )  # fmt: skip

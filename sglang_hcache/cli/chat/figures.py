@@ -22,6 +22,7 @@ _RESULT_NAMES = {
     "done": "done",
     "failed": "failed",
     "late": "late",
+    "try_late": "tried in vain",
     "failed_on_another_rank": "failed on another rank",
     "aborted": "aborted",
     "predicted_slower": "not started: predicted slower",

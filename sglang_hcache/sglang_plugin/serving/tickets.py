@@ -92,14 +92,19 @@ class Restore:
         """How it ended for all ranks together, once it is over: ``restore.`` and this counts it."""
         if self.is_complete:
             return "done"
+        is_late = self.ran_out_of_time or isinstance(self.job.error, RestoreTimeoutError)
         if self.job.state is RestoreState.FAILED:
-            return "late" if isinstance(self.job.error, RestoreTimeoutError) else "failed"
+            return self._late if is_late else "failed"
         if self.failed_elsewhere:
             return "failed_on_another_rank"
         if self.ticket is None:
             return "cancelled"
         # No job has failed: its layers could not be recomputed.
-        return "late" if self.ran_out_of_time else "failed"
+        return self._late if is_late else "failed"
+
+    @property
+    def _late(self) -> str:
+        return "try_late" if self.decision is not None and self.decision.is_try else "late"
 
     @property
     def why_incomplete(self) -> str:

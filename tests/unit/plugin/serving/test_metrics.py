@@ -57,14 +57,20 @@ def emitted(method: str) -> set[str]:
 
 def test_every_event_is_a_metric_or_known_not_to_be() -> None:
     dynamic = {
-        *(f"restore.{end}" for end in ("done", "failed", "failed_on_another_rank", "late", "cancelled")),
+        *(
+            f"restore.{end}"
+            for end in ("done", "failed", "failed_on_another_rank", "late", "try_late", "cancelled")
+        ),
         *(f"restore.{what}_{tier}" for what in ("tokens", "bytes") for tier in (HOST, DISK)),
         *(
             f"restore.{what}_{source}"
             for what in ("seconds", "gb_per_s", "prediction_ratio")
             for source in SOURCES
         ),
-        *(f"restore.lost_seconds_{end}" for end in ("failed", "failed_on_another_rank", "late", "cancelled")),
+        *(
+            f"restore.lost_seconds_{end}"
+            for end in ("failed", "failed_on_another_rank", "late", "try_late", "cancelled")
+        ),
         *(f"capture.chunks_dropped_{why}" for why in ("incomplete", "staging_full")),
         *(f"wait.{phase.value}_seconds" for phase in Phase if phase is not Phase.RESOLVED),
     }
