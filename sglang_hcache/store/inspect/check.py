@@ -87,7 +87,8 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
         return
     left = [name for name in (PROBE_NAME, STATE_TMP_NAME, SUPERBLOCK_TMP_NAME) if name in names]
     if left:
-        yield Finding(f"{path}: left behind by a crash: {_shown(left)}", f"`{GC}` removes it", is_error=False)
+        what = f"{path}: left behind by a crash: {_shown(left)}"
+        yield Finding(what, f"`{GC}` removes it, and so does the next start of a server", is_error=False)
 
 
 def _conditions(view: StoreView) -> Iterator[Finding]:

@@ -12,7 +12,6 @@ from sglang_hcache.core.errors import StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.erasure import Erased
-from sglang_hcache.store.format.names import STATE_TMP_NAME, SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
 from sglang_hcache.store.store import DiskStore
@@ -138,11 +137,6 @@ def _opened(
     store = DiskStore.open(config, counters)
     try:
         store.delete_leftovers()
-        for item in before.directories:
-            if item.condition == Condition.HEALTHY:  # one that hangs would hold us up for good
-                with contextlib.suppress(OSError):
-                    for name in (SUPERBLOCK_TMP_NAME, STATE_TMP_NAME):
-                        (Path(item.path) / name).unlink(missing_ok=True)
         yield store, before, identity.segment_bytes, counters
     finally:
         store.close()

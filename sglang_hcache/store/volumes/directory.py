@@ -57,7 +57,7 @@ class StoreDirectory:
     def acquire(self) -> None:
         """Create the directory if it is missing and may be made, check that it is ours, make it private, and lock it.
 
-        Also after it was away: keeps the lock where it is still the same directory.
+        Also after it was away: keeps the lock where it is still the same directory. What a crash left is deleted.
 
         Raises:
             StoreFormatError: not a directory of our own; nothing is changed.
@@ -70,6 +70,9 @@ class StoreDirectory:
         if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
             os.chmod(self.path, 0o700)
         self.lock.take()
+        for name in (SUPERBLOCK_TMP_NAME, STATE_TMP_NAME):
+            with contextlib.suppress(OSError):  # harmless, and not on a disk that takes no writes
+                (self.path / name).unlink(missing_ok=True)
 
     def segment_path(self, segment: int) -> Path:
         """File of ``segment`` in this directory."""

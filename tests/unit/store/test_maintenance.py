@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from sglang_hcache.store.inspect.check import Finding, check
 from sglang_hcache.store.inspect.maintenance import clear, collect
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.saved import SavedState
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
@@ -149,6 +152,37 @@ def test_each_fault_is_found_and_its_fix_works(
     lost = {replaced_disk: range(6), missing_directory: range(6), missing_file: (2, 3), short_file: (2, 3)}
     gone = lost.get(damage, (2,) if damage is bad_header else ())
     assert served(closed, open_store, RUNS) == [number for number in range(RUNS) if number not in gone]
+
+
+def test_temporary_files_go_at_a_start_and_none_that_is_being_written(
+    closed: StoreConfig, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's own thread writes its first state as soon as the store is open."""
+    temporary(*closed.dirs)
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedState, "save", lambda *_, **__: None)
+        open_store(closed).close()
+    assert findings(closed) == []
+    is_writing, gone = threading.Event(), list[str]()
+    rename, delete_leftovers = os.rename, DiskStore.delete_leftovers
+
+    def rename_late(source: str, target: str, **where: int) -> None:
+        is_writing.set()
+        time.sleep(0.2)
+        try:
+            rename(source, target, **where)
+        except FileNotFoundError:
+            gone.append(source)
+            raise
+
+    def delete_meanwhile(store: DiskStore) -> None:
+        assert is_writing.wait(10)
+        delete_leftovers(store)
+
+    monkeypatch.setattr(os, "rename", rename_late)
+    monkeypatch.setattr(DiskStore, "delete_leftovers", delete_meanwhile)
+    collect(closed.dirs)
+    assert gone == []
 
 
 def test_what_a_kill_leaves_is_a_note_and_a_running_server_is_no_fault(
