@@ -70,6 +70,8 @@ class Exchange:
     """A question and its answer."""
 
     question: str
+    ask_number: int = 0
+    """How many times something had been asked in its conversation when this was, the latest time."""
     after_clearing: bool = False
     """Whether the GPU cache was cleared since the last answer."""
     answer: str = ""
@@ -118,6 +120,8 @@ class Conversation:
     exchanges: list[Exchange] = field(default_factory=list)
     draft: str = ""
     """Typed, not sent."""
+    num_asked: int = 0
+    """How many times something was asked: what is asked again counts again."""
     is_cleared: bool = False
     """Whether the GPU cache was cleared since the last question."""
     is_unread: bool = False
@@ -133,11 +137,25 @@ class Conversation:
         assert self.open_exchange is None, "one answer at a time"
         if not self.exchanges and self.title == UNTITLED:
             self.title = title_of(question)
-        exchange = Exchange(question, after_clearing=self.is_cleared and bool(self.exchanges))
-        self.is_cleared = False
+        exchange = Exchange(question)
         self.exchanges.append(exchange)
         self.draft = ""
+        self._count(exchange)
         return exchange
+
+    def ask_again(self, exchange: Exchange) -> None:
+        """Forget the answer to a question, and ask for it again."""
+        assert self.open_exchange is None, "one answer at a time"
+        exchange.begin_again()
+        self._count(exchange)
+
+    def _count(self, exchange: Exchange) -> None:
+        """It is asked now: the first one since the GPU cache was cleared says so."""
+        self.num_asked += 1
+        exchange.ask_number = self.num_asked
+        if self.is_cleared:
+            exchange.mark_cleared()
+        self.is_cleared = False
 
     def messages(self, exchange: Exchange, system: str) -> list[Message]:
         """What to send for an answer to ``exchange``: all before it that was answered, and its question.
@@ -199,21 +217,22 @@ class Conversations:
             else:
                 self.new()
 
-    def lengths(self) -> dict[int, int]:
-        """Number of each conversation -> exchanges it has now."""
-        return {conversation.number: len(conversation.exchanges) for conversation in self._items}
+    def asked(self) -> dict[int, int]:
+        """Number of each conversation -> how many times something was asked in it."""
+        return {conversation.number: conversation.num_asked for conversation in self._items}
 
-    def cache_cleared(self, lengths: Mapping[int, int]) -> None:
+    def cache_cleared(self, asked: Mapping[int, int]) -> None:
         """The GPU cache was cleared: it is one for all conversations.
 
         Args:
-            lengths: :meth:`lengths` when the server was asked to. What was asked since then came after it.
+            asked: :meth:`asked` when the server was told to. What was asked since then came after it.
         """
         for conversation in self._items:
-            length = lengths.get(conversation.number, 0)
-            if 0 < length < len(conversation.exchanges):
-                conversation.exchanges[length].mark_cleared()
-            elif length:
+            before = asked.get(conversation.number, 0)
+            late = [item for item in conversation.exchanges if item.ask_number > before]
+            if before and late:
+                late[0].mark_cleared()
+            elif before:
                 conversation.is_cleared = True
 
 

@@ -85,7 +85,7 @@ class Session:
         # The tab may show another conversation by now, and an empty one.
         last = conversation.exchanges[-1] if conversation.exchanges else None
         if conversation.open_exchange is None and exchange is last:
-            exchange.begin_again()
+            conversation.ask_again(exchange)
             self._start(conversation, exchange)
 
     def stop(self, conversation: Conversation) -> None:

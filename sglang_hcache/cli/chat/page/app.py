@@ -117,9 +117,9 @@ class ChatApp:
 
     async def _clear(self, session: Session) -> None:
         # The GPU cache is one for everybody.
-        lengths = [(each, each.conversations.lengths()) for each in self._sessions]
+        asked = [(each, each.conversations.asked()) for each in self._sessions]
         if await session.clear_gpu_cache():
-            for each, before in lengths:
+            for each, before in asked:
                 each.conversations.cache_cleared(before)
 
 

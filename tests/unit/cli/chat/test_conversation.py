@@ -102,10 +102,10 @@ def test_beginning_again_forgets_the_answer_only() -> None:
 def test_clearing_the_cache_marks_the_next_question() -> None:
     conversations = Conversations()
     conversation = conversations.selected
-    conversations.cache_cleared(conversations.lengths())
+    conversations.cache_cleared(conversations.asked())
     assert not conversation.is_cleared  # nothing of it was there
     answered(conversation, "one", "1")
-    conversations.cache_cleared(conversations.lengths())
+    conversations.cache_cleared(conversations.asked())
     assert conversation.is_cleared
     assert conversation.ask("two").after_clearing
     assert not conversation.is_cleared
@@ -114,12 +114,34 @@ def test_clearing_the_cache_marks_the_next_question() -> None:
 def test_a_question_asked_while_the_cache_is_cleared_comes_after_it() -> None:
     conversations = Conversations()
     answered(conversations.selected, "one", "1")
-    before = conversations.lengths()
+    before = conversations.asked()
     late = answered(conversations.selected, "two", "2")
     conversations.cache_cleared(before)
     assert late.after_clearing
     assert not conversations.selected.is_cleared
     assert not conversations.selected.exchanges[0].after_clearing
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_answer_that_is_asked_for_again_after_the_clearing_is_the_marked_one(is_late: bool) -> None:
+    """Also if it was asked for while the cache was cleared."""
+    conversations = Conversations()
+    conversation = conversations.selected
+    first = answered(conversation, "one", "1")
+    stopped = conversation.ask("two")
+    stopped.end(Phase.STOPPED)
+    before, version = conversations.asked(), stopped.version
+    if is_late:
+        conversation.ask_again(stopped)
+        conversations.cache_cleared(before)
+    else:
+        conversations.cache_cleared(before)
+        conversation.ask_again(stopped)
+    assert (first.after_clearing, stopped.after_clearing) == (False, True)
+    assert stopped.version > version + 1
+    assert not conversation.is_cleared
+    stopped.end(Phase.DONE)
+    assert not conversation.ask("three").after_clearing
 
 
 @pytest.mark.parametrize(("num", "seconds", "rate"), [(11, 2.0, 10.0), (1, 0.5, None), (None, 0.5, None)])
