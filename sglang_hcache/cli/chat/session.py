@@ -111,7 +111,7 @@ class Session:
 
     def _hint(self, error: ChatError) -> str:
         status = error.status if isinstance(error, RefusalError) else None
-        if status == _STATUS_NO_RIGHT and self._server.has_key:
+        if status == _STATUS_NO_RIGHT:
             call = f"curl -X POST {self._server.url}/flush_cache -H 'Authorization: Bearer ADMIN_KEY'"
             return f"If the server has an admin key, it takes only that for this: {call}"
         return _REFUSED if status == _STATUS_RUNNING else ""

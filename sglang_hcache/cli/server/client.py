@@ -18,6 +18,7 @@ from sglang_hcache.core.config import API_KEY_VARIABLE
 from sglang_hcache.core.errors import ConfigError
 
 CHAT_PATH = "/v1/chat/completions"
+_FLUSH_PATH = "/flush_cache"
 KEEPALIVE_S = 2.0
 """How long an idle connection is used again. SGLang closes them after 5 s: a request that is sent just then is lost."""
 _SILENCE_S = 300.0  # within an answer: a long prompt may wait behind others
@@ -88,7 +89,10 @@ def authorization(api_key: str | None) -> dict[str, str]:
 
 
 def refusal(response: httpx.Response) -> str:
-    """What a server said when it refused: status and its own message. The response must have been read."""
+    """What a server said when it refused: status and its own message. The response must have been read.
+
+    To clear its cache it may take another key than its API key: who asks for that says so.
+    """
     text = response.text.strip()
     if "html" in response.headers.get("content-type", ""):
         text = "a web page, which is no answer of SGLang's"
@@ -97,7 +101,8 @@ def refusal(response: httpx.Response) -> str:
         said = body if "message" in body else body["error"]
         text = str(said["message"] if isinstance(said, Mapping) else said)
     hint = ""
-    if response.status_code == httpx.codes.UNAUTHORIZED:
+    is_flush = response.request.url.path.endswith(_FLUSH_PATH)
+    if response.status_code == httpx.codes.UNAUTHORIZED and not is_flush:
         is_given = "Authorization" in response.request.headers
         does = "it takes another key than the one given" if is_given else "give its API key"
         hint = f"; {does} as --api-key, or in {API_KEY_VARIABLE}"
@@ -153,11 +158,6 @@ class ServerClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hcache-requests", daemon=True)
         self._thread.start()
-
-    @property
-    def has_key(self) -> bool:
-        """Whether requests say a key."""
-        return "Authorization" in self._http.headers
 
     # -- for commands ----------------------------------------------------------------------------
 
@@ -232,10 +232,10 @@ class ServerClient:
         only is written to disk.
 
         Raises:
-            RefusalError: the server refused; with status 400 while requests run, and 401 where it takes another key.
+            RefusalError: the server refused; with status 400 while requests run, and 401 without its key.
             ChatError: no answer.
         """
-        await self._elsewhere(self._request("POST", "/flush_cache", _FLUSH_S))
+        await self._elsewhere(self._request("POST", _FLUSH_PATH, _FLUSH_S))
 
     # -- requests --------------------------------------------------------------------------------
 
