@@ -278,11 +278,11 @@ def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Group:
     """With ``only_unwell`` no healthy directories."""
     table = new_table(("tier", "", "used", "of", "chunks", ""), {"used", "of", "chunks"})
     host = state["host"]
-    used = host["slots"] - host["free"]
-    _add_tier(
-        table, "host", used * host["chunk_bytes"], host["slots"] * host["chunk_bytes"], used,
-        f"{host['dirty']:,} not written yet" if state["disk"] else "no disk tier",
-    )  # fmt: skip
+    used, chunks = host["slots"] - host["free"], host["clean"] + host["dirty"]
+    note = f"{host['dirty']:,} not written yet" if state["disk"] else "no disk tier"
+    note += f"; {used - chunks:,} more unfinished" if used > chunks else ""
+    size, capacity = used * host["chunk_bytes"], host["slots"] * host["chunk_bytes"]
+    _add_tier(table, "host", size, capacity, chunks, note)
     disk = state["disk"]
     if disk is None:
         return Group(table)

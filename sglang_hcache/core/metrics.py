@@ -241,14 +241,14 @@ HISTOGRAMS = (
 GAUGES = (
     GaugeMetric(
         "tier_bytes",
-        "Bytes that a tier takes. For disk: what its files count against the capacity, including room for the next "
-        "chunks and 16 KiB per file for file system overhead.",
+        "Bytes that a tier takes. For host: those of unfinished chunks as well. For disk: what its files count against "
+        "the capacity, including room for the next chunks and 16 KiB per file for file system overhead.",
         "bytes", ("tier",), ("host", "disk"),
     ),
     GaugeMetric(
         "tier_capacity_bytes", "Maximum bytes that a tier may take.", "bytes", ("tier",), ("host", "disk"),
     ),
-    GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", ("tier",), ("host", "disk")),
+    GaugeMetric("tier_chunks", "Complete chunks in a tier.", "chunks", ("tier",), ("host", "disk")),
     GaugeMetric(
         "unwritten_chunks",
         "Chunks in host memory that wait to be written to disk. 0 without a disk tier. Chunks that are not written at "

@@ -156,7 +156,7 @@ def test_gauges_say_what_is_there(server: TierServer) -> None:
         seen.append((read(server), server.state()))
         found, state = seen[-1]
         there = {
-            ("host",): state["host"]["slots"] - state["host"]["free"],
+            ("host",): state["host"]["clean"] + state["host"]["dirty"],
             ("disk",): state["disk"]["chunks"],
         }
         on_disk = found["tier_bytes"][("disk",)], found["disk_written_24h_bytes"][()]

@@ -157,13 +157,13 @@ def _section(title: str, content: str) -> str:
 
 def _sizes_html(state: Mapping[str, Any]) -> str:
     host, disk = state["host"], state["disk"]
-    used = host["slots"] - host["free"]
+    used, chunks = host["slots"] - host["free"], host["clean"] + host["dirty"]
     note = (
         f"{host['dirty']:,} of them not on disk yet" if disk is not None else "no disk tier (--hcache-dirs)"
     )
-    found = _tier_html(
-        "host", "Host memory", used * host["chunk_bytes"], host["slots"] * host["chunk_bytes"], used, note
-    )
+    note += f" · {used - chunks:,} more unfinished" if used > chunks else ""
+    size, capacity = used * host["chunk_bytes"], host["slots"] * host["chunk_bytes"]
+    found = _tier_html("host", "Host memory", size, capacity, chunks, note)
     if disk is not None:
         note = f"{format_bytes(disk['written_today_bytes'])} written in 24 h"
         found += _tier_html("disk", "Disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)

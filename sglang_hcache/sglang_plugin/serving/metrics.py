@@ -130,7 +130,8 @@ class TierGauges:
             self._set("waiting_requests", state["requests"][phase], phase=phase)
         host, disk = state["host"], state["disk"]
         used, chunk_bytes = host["slots"] - host["free"], host["chunk_bytes"]
-        self._set_tier(HOST, used, used * chunk_bytes, host["slots"] * chunk_bytes)
+        chunks = host["clean"] + host["dirty"]
+        self._set_tier(HOST, chunks, used * chunk_bytes, host["slots"] * chunk_bytes)
         self._set("unwritten_chunks", host["dirty"])
         if disk is None:
             return

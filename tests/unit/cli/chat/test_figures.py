@@ -97,7 +97,7 @@ def tier_look(**changes: Any) -> Look:
 
 def test_the_tier() -> None:
     shown = text_of(tier_html(tier_look(layers=(Method.KV, Method.HIDDEN, Method.HIDDEN))))
-    assert "Host memory 6.0 KB of 10.0 KB 6 chunks · 5 of them not on disk yet" in shown
+    assert "Host memory 8.0 KB of 10.0 KB 6 chunks · 5 of them not on disk yet · 2 more unfinished" in shown
     assert "Disk 5.0 MB of 10.0 MB 1,234 chunks" in shown
     assert "/b: out: EIO" in shown
     assert "75% 6 of 8 requests found" in shown

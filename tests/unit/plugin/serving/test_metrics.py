@@ -22,7 +22,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGauges
 from sglang_hcache.sglang_plugin.serving.state import tier_state
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
-from sglang_hcache.store import DiskStore, StoreStats
+from sglang_hcache.store import DiskStore, StoreConfig, StoreStats
 from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.testing.stored_chunks import small_config
 from sglang_hcache.tier.host import HostTier
@@ -168,13 +168,26 @@ def test_a_directory_without_room_is_healthy_and_takes_no_writes(
     assert (values("healthy"), values("takes_writes")) == ([1, 1, 0, 0], [1, 0, 0, 0])
 
 
+def tiers_without_disk(config: StoreConfig) -> TieredStore:
+    """Four slots, and a disk tier that could not be opened."""
+    layout = StateLayout((Method.HIDDEN,), (64,))
+    host = HostTier(np.zeros(4 * layout.chunk_bytes, np.uint8), layout, Counters(), keep_dirty=False)
+    left_out, policy = StoreStats.not_opened(config, "no reason"), WritePolicy.WRITE_BACK
+    return TieredStore(host, None, Counters(), write_policy=policy, run_chunks=1, left_out=left_out)
+
+
+def test_a_slot_that_is_being_filled_takes_memory_and_is_no_chunk(tmp_path: Path) -> None:
+    tiers, registry = tiers_without_disk(small_config(tmp_path)), CollectorRegistry()
+    assert tiers.host.reserve() is not None
+    TierGauges(LABELS, lambda: state_of(tiers), Counters(), registry).close()
+    for name, value in (("chunks", 0), ("bytes", tiers.layout.chunk_bytes)):
+        assert registry.get_sample_value(f"sglang:hcache_tier_{name}", {**LABELS, "tier": "host"}) == value
+
+
 def test_directories_of_a_disk_tier_that_is_left_out_are_not_healthy(tmp_path: Path) -> None:
     """So that the same alert tells of them."""
-    layout, config = StateLayout((Method.HIDDEN,), (64,)), small_config(tmp_path, 2)
-    host = HostTier(np.zeros(4 * layout.chunk_bytes, np.uint8), layout, Counters(), keep_dirty=False)
-    left_out = StoreStats.not_opened(config, "no reason")
-    policy = WritePolicy.WRITE_BACK
-    tiers = TieredStore(host, None, Counters(), write_policy=policy, run_chunks=1, left_out=left_out)
+    config = small_config(tmp_path, 2)
+    tiers = tiers_without_disk(config)
     registry = CollectorRegistry()
     TierGauges(LABELS, lambda: state_of(tiers), Counters(), registry).close()
     for path in config.dirs:
