@@ -20,6 +20,7 @@ from tests.e2e.harness import TierServer
 
 _DESKTOP: ViewportSize = {"width": 1360, "height": 860}
 _PHONE: ViewportSize = {"width": 360, "height": 740}
+_SMALL_PHONE: ViewportSize = {"width": 320, "height": 560}
 _ANSWER_TOKENS = "40"
 _LONG_ANSWER_TOKENS = "5000"
 
@@ -308,6 +309,39 @@ def test_a_narrow_screen(open_tab: Callable[..., Tab], screenshots: Path) -> Non
     expect(
         tab.conversation("Good morning. What do you know about…")
     ).not_to_be_in_viewport()  # out of the way
+
+
+def test_drawers_of_the_narrowest_screen_can_be_closed(
+    open_tab: Callable[..., Tab], screenshots: Path
+) -> None:
+    tab = open_tab(viewport=_SMALL_PHONE)
+    tab.send("Hello")
+    tab.answer(0)
+    row = tab.conversation("Hello")
+    for name, content in (
+        ("Tier", tab.page.get_by_role("button", name="Clear the GPU cache")),
+        ("Conversations", row),
+    ):
+        opens = tab.page.get_by_role("button", name=name, exact=True)
+        opens.click()
+        expect(content).to_be_in_viewport()
+        tab.page.wait_for_timeout(500)
+        tab.page.screenshot(path=screenshots / f"small-{name.lower()}.png")
+        box = tab.page.get_by_role("complementary", name=name, exact=True).bounding_box()
+        assert box is not None
+        beside = 20 if box["x"] > 0 else _SMALL_PHONE["width"] - 20
+        tab.page.mouse.click(beside, 300)
+        expect(content).not_to_be_in_viewport()
+        opens.click()
+        expect(content).to_be_in_viewport()
+        tab.page.keyboard.press("Escape")
+        expect(content).not_to_be_in_viewport()
+    tab.page.get_by_role("button", name="Conversations", exact=True).click()
+    row.locator("xpath=..").get_by_role("button").last.click()
+    tab.page.get_by_text("Rename", exact=True).click()
+    tab.page.keyboard.press("Escape")  # closes the dialog only
+    expect(tab.page.get_by_label("Title")).to_be_hidden()
+    expect(row).to_be_in_viewport()
 
 
 def test_the_panels_of_a_wide_screen_open_and_close(open_tab: Callable[..., Tab]) -> None:

@@ -16,6 +16,11 @@
   window.hcacheFocus = (selector) => setTimeout(() => document.querySelector(selector)?.focus(), 50);
   // Only drawers that cover the page, on narrow screens, have something behind them that can be clicked.
   window.hcacheCloseDrawers = () => document.querySelectorAll(".q-drawer__backdrop").forEach((back) => back.click());
+  document.addEventListener("keydown", (event) => {
+    // A menu or dialog in front of a drawer closes first.
+    const isOurs = event.key === "Escape" && !event.isComposing && !document.querySelector(".q-dialog, .q-menu");
+    if (isOurs) window.hcacheCloseDrawers();
+  });
   window.hcacheNameDrawers = (left, right) => {
     document.querySelector(".q-drawer--left")?.setAttribute("aria-label", left);
     document.querySelector(".q-drawer--right")?.setAttribute("aria-label", right);
