@@ -73,7 +73,7 @@ class StoreConfig:
 
     def floor_of(self, total_bytes: int) -> int:
         """What stays free on a file system of this size, bytes."""
-        return max(self.free_floor_bytes, math.ceil(self.free_floor_percent / 100 * total_bytes))
+        return floor_of(total_bytes, self.free_floor_bytes, self.free_floor_percent)
 
     @property
     def floor_text(self) -> str:
@@ -83,7 +83,7 @@ class StoreConfig:
     @property
     def file_bytes(self) -> int:
         """Bytes of one directory's file of a segment."""
-        return max(self.segment_bytes // len(self.dirs) // BLOCK, 2) * BLOCK
+        return file_bytes_of(self.segment_bytes, len(self.dirs))
 
     @property
     def reserve_bytes(self) -> int:
@@ -94,6 +94,16 @@ class StoreConfig:
     def segments_budget_bytes(self) -> int:
         """Part of the cap that segment files may fill."""
         return self.size_bytes - self.reserve_bytes
+
+
+def floor_of(total_bytes: int, num_bytes: int, percent: float) -> int:
+    """What a floor of ``num_bytes``, or of a share of the file system, is on one of this size, bytes."""
+    return max(num_bytes, math.ceil(percent / 100 * total_bytes))
+
+
+def file_bytes_of(segment_bytes: int, num_dirs: int) -> int:
+    """Bytes of one directory's file of a segment."""
+    return max(segment_bytes // num_dirs // BLOCK, 2) * BLOCK
 
 
 def format_floor(num_bytes: int, percent: float) -> str:

@@ -92,11 +92,14 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
 
 
 def _conditions(view: StoreView) -> Iterator[Finding]:
-    """Directories that can be read, but are not written to, or not used by the server."""
+    """Directories that can be read, but are not written to, or not used by the server; and those without room."""
     for info in view.directories():
         if info.condition != Condition.HEALTHY and view.volumes[info.stripe].health.readable:
             what = f"{info.path}: is {info.condition}: {info.reason}"
             yield Finding(what, "check its device or make room; a server then uses it again by itself")
+        if info.want_of_room:
+            fix = "make room on its disk; a server then stores there again by itself"
+            yield Finding(f"{info.path}: {info.want_of_room}", fix, is_error=False)
 
 
 def _unread(view: StoreView) -> Iterator[Finding]:

@@ -9,13 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_hcache.core.errors import (
-    StoreError,
-)
+from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Contents, Files, lost_runs
-from sglang_hcache.store.config import DirectoryStats
+from sglang_hcache.store.config import (
+    FILE_SLACK_BYTES,
+    DirectoryStats,
+    file_bytes_of,
+    floor_of,
+    format_floor,
+)
 from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.state import State
 from sglang_hcache.store.format.superblock import StoreIdentity
@@ -26,6 +31,7 @@ from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import SeenDirectory, Sight, look_at
 from sglang_hcache.store.volumes.mounts import is_read_only
+from sglang_hcache.store.volumes.volume import Volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class DirectoryInfo(DirectoryStats):
     stripe: int = 0
     segments: int = 0
     """Segment files in it."""
+    want_of_room: str = ""
+    """Why a server would store nothing new in it although it is healthy, by the free space as it is now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +166,10 @@ class StoreView:
             try:
                 physical, free = volume.allocated_bytes(), volume.free_bytes()
                 segments = len(volume.segment_sizes())
+                want = self._want_of_room(volume, free, physical)
             except StoreError as error:
                 volume.health.take_out(str(error))
-                physical, free, segments = 0, -1, 0
+                physical, free, segments, want = 0, -1, 0, ""
             condition, reason = str(volume.health.condition), volume.health.reason
             said, why, corrupt, errors = told.get(volume.stripe, (str(Condition.HEALTHY), "", 0, 0))
             if volume.health.readable:
@@ -169,9 +178,26 @@ class StoreView:
                 if condition == Condition.HEALTHY:  # also where a server could not write down what it thinks
                     condition, why_now = _condition_of(item.directory)
                     reason = why_now or reason
-            stats = (volume.path, condition, reason, corrupt, errors)
-            found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments))
+            want = want if condition == Condition.HEALTHY else ""
+            stats = (volume.path, condition, reason or want, corrupt, errors)
+            found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments, want))
         return found
+
+    def _want_of_room(self, volume: Volume, free: int, held: int) -> str:
+        """Of a directory that holds ``held`` bytes, all of which a server may delete. Raises StoreError."""
+        identity = self.identity
+        total = volume.call(volume.directory.total_bytes, "cannot ask for its size")
+        floor_text = format_floor(identity.free_floor_bytes, identity.free_floor_percent)
+        floor = floor_of(total, identity.free_floor_bytes, identity.free_floor_percent)
+        file_bytes = file_bytes_of(identity.segment_bytes, identity.num_stripes)
+        if free < floor:
+            lack = f"less than the floor of {floor_text} (--hcache-disk-free-floor)"
+        elif free < FILE_SLACK_BYTES or free + held < floor + file_bytes + FILE_SLACK_BYTES:
+            lack = f"too little for another {format_bytes(file_bytes)}"
+            lack += f" above the floor of {floor_text} (--hcache-disk-free-floor)" if floor else ""
+        else:
+            return ""
+        return f"nothing new is stored: {format_bytes(free)} free, {lack}"
 
     def segment_sizes(self) -> dict[int, dict[int, int]]:
         """Bytes of segment files as they are now, by directory and segment, as far as directories answer."""
