@@ -178,8 +178,8 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "disk_bytes", "Bytes of chunks, without headers, read from disk (every read is verified) or written to it.", "bytes",
-        "direction", {"store.bytes_read": "read", "store.bytes_written": "written"},
+        "disk_bytes", "Bytes of chunks, without headers, read from disk (every read is verified) or written to it.",
+        "bytes", "direction", {"store.bytes_read": "read", "store.bytes_written": "written"},
     ),
     CounterMetric(
         "disk_events",

@@ -267,9 +267,7 @@ class StoreDirectory:
 
     def is_empty(self) -> bool:
         """Whether the directory holds nothing but what :meth:`acquire` makes. Raises OSError."""
-        # A kill before the first superblock is there leaves a part of it.
-        made = {LOCK_NAME, SUPERBLOCK_TMP_NAME}
-        return all(entry.name in made | _HARMLESS_NAMES for entry in self._entries())
+        return all(entry.name in {LOCK_NAME, *_HARMLESS_NAMES} for entry in self._entries())
 
     def strangers(self) -> list[str]:
         """Names of what no store made. Raises OSError."""
