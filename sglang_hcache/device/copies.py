@@ -104,6 +104,10 @@ class Batches:
         self._forget_error()
         if self._has_worked:
             raise RuntimeError(f"cudaMemcpyBatchAsync: error {error}")
+        if self._attributes.flags:
+            self._attributes.flags = 0  # it is only a hint
+            self(targets, sources, sizes, stream)
+            return
         # No number says that the platform is the reason. That other copies of the same pieces work does.
         self._one_by_one(targets, sources, sizes, stream)
         self._batch = None

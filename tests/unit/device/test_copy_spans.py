@@ -55,10 +55,11 @@ class Runtime:
         self, targets: int, sources: int, sizes: int, count: int, attributes: int, firsts: int, number: int, stream: int
     ) -> int:  # fmt: skip
         """Last piece first: CUDA promises no order."""
-        assert _read(attributes, count=6, of=ctypes.c_int) == [1, 0, 0, 0, 0, 1]
+        *others, flags = _read(attributes, count=6, of=ctypes.c_int)
+        assert others == [1, 0, 0, 0, 0]
         assert _read(firsts, count=number) == [0]
         assert stream == STREAM
-        self.calls.append("batch")
+        self.calls.append("batch" if flags == 1 else "batch without a hint")
         if error := self._batch_errors.pop(0) if self._batch_errors else 0:
             self.last_error = error
             return error
@@ -157,15 +158,25 @@ def test_a_runtime_without_batches_copies_one_by_one() -> None:
 
 
 def test_batches_that_never_work_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    runtime = Runtime([NOT_SUPPORTED])
+    runtime = Runtime([NOT_SUPPORTED] * 2)
     ways = copies_of(runtime, 13)
     with caplog.at_level(logging.WARNING):
         two_rows(ways)
         two_rows(ways)
-    assert runtime.calls == ["batch", *["one"] * 4]
+    assert runtime.calls == ["batch", "batch without a hint", *["one"] * 4]
     assert runtime.last_error == 0  # torch would raise it in the next kernel's name
     (record,) = caplog.records
     assert "cudaMemcpyBatchAsync does not work here (error 801)" in record.getMessage()
+
+
+def test_a_hint_that_is_refused_is_not_given_again(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Runtime([NOT_SUPPORTED])
+    ways = copies_of(runtime, 13)
+    two_rows(ways)
+    two_rows(ways)
+    assert runtime.calls == ["batch", *["batch without a hint"] * 2]
+    assert runtime.last_error == 0
+    assert not caplog.records
 
 
 def test_batches_that_have_worked_are_not_given_up() -> None:
@@ -179,12 +190,12 @@ def test_batches_that_have_worked_are_not_given_up() -> None:
 
 
 def test_a_device_on_which_nothing_works_says_nothing_about_batches(caplog: pytest.LogCaptureFixture) -> None:
-    runtime = Runtime([LAUNCH_FAILURE], error=LAUNCH_FAILURE)
+    runtime = Runtime([LAUNCH_FAILURE] * 2, error=LAUNCH_FAILURE)
     ways = copies_of(runtime, 13)
     with pytest.raises(RuntimeError, match="cudaMemcpyAsync: error 719"):
         two_rows(ways)
     two_rows(ways)
-    assert runtime.calls == ["batch", "one", "batch"]
+    assert runtime.calls == ["batch", "batch without a hint", "one", "batch without a hint"]
     assert not caplog.records
 
 
