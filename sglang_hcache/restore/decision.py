@@ -35,7 +35,7 @@ class Decision:
     """What restores took besides of late."""
     recompute_s: float
     """What computing the tokens takes: the whole of each pass that they fill, and for the rest of them what they add to
-    the pass that the request needs anyway."""
+    the pass that the request needs anyway. Less if a part of them could be restored sooner than all."""
     first_layers_s: float
     """Part of the restore: a pass through its first layers."""
     others_s: float
@@ -43,11 +43,9 @@ class Decision:
     io_s: float
     """Part of the restore: reading alone."""
     tier: str
-    """The one whose reads take longest."""
-    read_tier: str
     """The disk, if a part is there: what lies in host memory is restored from where it is, and nobody waits for it."""
     bottleneck: str
-    """That tier, or the work whose time decides."""
+    """The tier whose reads take longest, or the work whose time decides."""
     others_bottleneck: str
     """The same of the other layers alone."""
     avoids_first_layers: bool

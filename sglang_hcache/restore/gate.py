@@ -86,13 +86,20 @@ class RestoreGate:
         self._unknown: set[str] = set()
 
     def decide(
-        self, tokens: Mapping[str, int], start: int, load: Load = IDLE, *, is_try: bool = False
+        self,
+        tokens: Mapping[str, int],
+        start: int,
+        load: Load = IDLE,
+        *,
+        is_try: bool = False,
+        without_s: float = math.inf,
     ) -> Decision:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
 
         Args:
             is_try: as if all were at least as fast as when it was measured. After a lost one the next try recomputes
                 layers if that one could not, or the other way round.
+            without_s: what doing without it takes, if that is less than computing all.
 
         Raises:
             ValueError: there are none.
@@ -104,13 +111,11 @@ class RestoreGate:
         factors = self._factors(is_try=is_try)
         costs = self._costs(parts, start, factors)
         loaded = self._loaded(costs, factors, load)
-        recompute_s = self.prefill_s(count, start)
+        recompute_s = min(self.prefill_s(count, start), without_s)
+        tier = DISK if DISK in parts else next(iter(parts))
         unknown = self._unknown & parts.keys()
-        slowest = max(
-            unknown or parts,
-            key=lambda tier: factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
-        )
-        most = self._most_for_try(slowest, parts, start, recompute_s) if is_try else self._max_recompute
+        slowest = self._slowest(parts, factors)
+        most = self._most_for_try(tier, parts, start, recompute_s) if is_try else self._max_recompute
         times = self._fastest(self._stored, loaded, count, most)
         projected = self._stored[times.num_recompute :]
         others = self._fastest(projected, loaded, count, 0) if times.num_recompute else times
@@ -128,8 +133,7 @@ class RestoreGate:
             first_layers_s=work_s[FIRST],
             others_s=others.total_s,
             io_s=times.io_s,
-            tier=slowest,
-            read_tier=DISK if DISK in parts else slowest,
+            tier=tier,
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
@@ -165,7 +169,7 @@ class RestoreGate:
 
     def is_due(self, decision: Decision) -> bool:
         """Whether to try a restore that would not pay: else nothing would correct estimates that are too high. Asked
-        for each that is not started otherwise.
+        once for each that is not started otherwise, or of which only a part is.
         """
         return not decision.pays() and self._tries.is_due(decision.tier)
 
@@ -231,7 +235,7 @@ class RestoreGate:
             # A disk has become slow. Blamed on the work, or on memory, restores from memory would stop as well.
             if name == COMPUTE:
                 least_s = most_s = decision.io_s
-            name = decision.read_tier
+            name = decision.tier
             work_s = max(work_s, waited_s)
         predicted_s = min(max(seconds, least_s), most_s)
         surprise = seconds / predicted_s
@@ -273,6 +277,14 @@ class RestoreGate:
         self.profile = replace(self.profile, tiers={**tiers, tier: next(iter(tiers.values()))})
         self._drift.factors[tier] = 1.0
         self._unknown.add(tier)
+
+    def _slowest(self, parts: Mapping[str, int], factors: Mapping[str, float]) -> str:
+        """The tier whose reads take longest, of those that were not measured if there are some."""
+        tiers = self.profile.tiers
+        return max(
+            self._unknown & parts.keys() or parts,
+            key=lambda tier: factors[tier] * tiers[tier].kv.seconds(parts[tier]),
+        )
 
     def _fastest(
         self, stored: Sequence[Method], costs: LayerCosts, count: int, max_recompute: int

@@ -212,10 +212,9 @@ class TieredStore:
                 return count
         return len(keys)
 
-    def sources(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
-        """How many of ``keys``, all of them in some tier, would be read from each. Memory only."""
-        on_host = sum(key in self.host for key in keys)
-        return {HOST: on_host, DISK: len(keys) - on_host}
+    def on_host(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of ``keys``, all of them in some tier, would not be read from the disk. Memory only."""
+        return [key in self.host for key in keys]
 
     def was_evicted(self, key: ChunkKey) -> bool:
         """Whether a chunk that is in no tier was in one, and left the last one for want of room. Memory only."""

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,10 @@ class Verdict:
     """Whether it pays, or is to be tried."""
     idle_s: float
     """For how long at least it would wait for its request to be admitted."""
+    head: int
+    """Chunks that all ranks have in host memory before the first one that is on disk; 0: nothing is on disk."""
+    leaves_rest: bool = False
+    """Whether restoring those alone and computing the rest is faster."""
 
     @property
     def is_try(self) -> bool:
@@ -100,19 +104,40 @@ class RestoreMaker:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays
         (:meth:`Decision.pays`), or is to be tried (:meth:`RestoreGate.is_due`).
         """
-        (on_host,) = self._ranks.minimum(self._tiers.sources(keys)[HOST])  # the slowest counts
-        return self._ranks.from_first(self._decide(len(keys), int(on_host), start, behind_s))
+        on_host = self._tiers.on_host(keys)
+        # The slowest counts.
+        num_on_host, head = self._ranks.minimum(sum(on_host), [*on_host, False].index(False))
+        verdict = self._decide(len(keys), int(num_on_host), int(head % len(keys)), start, behind_s)
+        return self._ranks.from_first(verdict)
 
-    def _decide(self, num_chunks: int, on_host: int, start: int, behind_s: float) -> Verdict:
+    def _decide(self, num_chunks: int, on_host: int, head: int, start: int, behind_s: float) -> Verdict:
         if self._gate is None:
-            return Verdict(None, True, 0.0)
+            return Verdict(None, True, 0.0, head)
         tokens = {HOST: CHUNK_TOKENS * on_host, DISK: CHUNK_TOKENS * (num_chunks - on_host)}
-        decision = self._gate.decide(tokens, start, self._load())
-        starts = self._restores_all or decision.pays(behind_s)
+        load = self._load()
+        decision, without_s = self._gate.decide(tokens, start, load), math.inf
+        if head and not self._restores_all:
+            # A slow disk under the tail of a prefix must not cost the head, which host memory has.
+            part_s = self._part_s(head, num_chunks - head, start, load)
+            instead = replace(decision, recompute_s=part_s)
+            if part_s < decision.recompute_s and not instead.pays():
+                decision, without_s = instead, part_s
+        leaves_rest = without_s < math.inf
+        starts = self._restores_all or (not leaves_rest and decision.pays(behind_s))
         if not starts and behind_s <= 0 and self._gate.is_due(decision):
-            decision, starts = self._gate.decide(tokens, start, self._load(), is_try=True), True
+            decision = self._gate.decide(tokens, start, load, is_try=True, without_s=without_s)
+            starts, leaves_rest = True, False
         idle_s = max(0.0, -behind_s - decision.restore_s)
-        return Verdict(decision, starts, idle_s)
+        return Verdict(decision, starts, idle_s, head, leaves_rest)
+
+    def _part_s(self, head: int, rest: int, start: int, load: Load) -> float:
+        """What it takes to restore ``head`` chunks from host memory, and to compute those behind them; infinite if that
+        does not pay.
+        """
+        assert self._gate is not None
+        part = self._gate.decide({HOST: CHUNK_TOKENS * head}, start, load)
+        rest_s = self._gate.prefill_s(CHUNK_TOKENS * rest, start + CHUNK_TOKENS * head)
+        return part.restore_s + rest_s if part.pays() else math.inf
 
     def is_worth_awaiting(self, num_tokens: int, start: int, left_s: float) -> bool:
         """Whether another request's restore, which takes ``left_s`` more, brings ``num_tokens`` from position ``start``

@@ -8,7 +8,8 @@ A request's ticket::
     PENDING --- would not pay, no slots behind others -> RESOLVED for good
     RUNNING --- certain, put into the tree ------------> PINNED
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
-    RUNNING --- failed, late --------------------------> RESOLVED for good
+    RUNNING --- failed, late, and read a disk ---------> PENDING once, for what is before that; then RESOLVED for good
+    RUNNING --- failed, late otherwise ----------------> RESOLVED for good
     any, but PINNED: the tier is switched off ---------> RESOLVED for good
     any: the model's weights change -------------------> RESOLVED for good
     PINNED ---- too old, or the queue stands still ----> RESOLVED
@@ -266,7 +267,7 @@ class RestoreCoordinator:
         if ticket is not None:
             ticket.note("restore ends without a result: %s", restore.why_incomplete)
             ticket.restore = None
-            ticket.give_up()
+            ticket.fall_back()
 
     def _await_end(self, restores: Sequence[Restore]) -> bool:
         """Wait until none of ``restores`` runs; False if they take too long."""

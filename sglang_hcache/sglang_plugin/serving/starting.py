@@ -170,7 +170,7 @@ class Starter:
         if not self._may_have_room(ticket, ahead):
             return _Attempt.NO_ROOM
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
-        missing = ticket.keys[len(match) // CHUNK_TOKENS :]
+        missing = ticket.keys[len(match) // CHUNK_TOKENS : ticket.most_chunks]
         if self._awaits_another(ticket, len(match), missing, ahead):
             return _Attempt.DECIDED
         (found,) = self._maker.find([missing])
@@ -215,6 +215,14 @@ class Starter:
         is_next = self._scheduler.looks_at_queue() and self._room.is_left(count + ahead.tokens)
         behind_s = backlog_s if is_next else 0.0
         verdict = self._maker.decide(keys, len(match), behind_s - ahead.seconds)
+        ticket.head = len(match) // CHUNK_TOKENS + verdict.head if verdict.head else 0
+        if verdict.leaves_rest:
+            left = CHUNK_TOKENS * (len(keys) - verdict.head)
+            ticket.note(
+                "the last %d tokens are not restored, for some are on disk: %s", left, verdict.decision
+            )
+            ticket.fall_back()
+            return self._begin(ticket, match, keys[: verdict.head], ahead)
         if not verdict.starts:
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, behind_s)
@@ -224,7 +232,7 @@ class Starter:
             return _Attempt.TOO_EARLY
         slots = self._room.take(match, count, ahead.tokens)
         if slots is None and verdict.is_try:
-            ticket.give_up()  # nobody waits for room for that
+            ticket.fall_back()  # nobody waits for room for that
             return _Attempt.DECIDED
         if slots is None:
             ticket.refuse(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.tier.tiered import HOST
 
 _MOST_ATTEMPTS = 2
-"""Restores of one request: the second one if its prefix was evicted before admission, or the first one stopped."""
+"""Restores of one request: the second one if its prefix was evicted before admission, or the first one stopped or
+lost (:meth:`Ticket.fall_back`)."""
 
 _REFUSED_S = 0.5
 """For so long a restore is taken to need as much room as before: others may have computed a part of it since."""
@@ -201,6 +203,11 @@ class Ticket:
     """When it was first the one that found no room, though it was not only running requests that it waited for."""
     has_missed: bool = False
     """Whether it was counted that a chunk of it is in no tier."""
+    most_chunks: int = sys.maxsize
+    """So many leading chunks of the prompt are restored at most: those behind them are computed."""
+    head: int = 0
+    """Leading chunks of the prompt before the first one that is on disk, if host memory had any of them when a restore
+    was last decided; else 0."""
     awaits: Restore | None = None
     """Another request's restore, which was bringing what is missing when it was last looked up."""
     awaited: int = 0
@@ -226,6 +233,16 @@ class Ticket:
         self.is_given_up = True
         self.enter(Phase.RESOLVED)
 
+    def fall_back(self) -> None:
+        """A restore that reads a disk brings nothing, or too late: what host memory has before that is restored alone.
+        If there is none, the request is recomputed.
+        """
+        if self.head and not self.is_final:
+            self.most_chunks = self.head
+            self.enter(Phase.PENDING)
+        else:
+            self.give_up()
+
     @property
     def is_final(self) -> bool:
         """Whether no restore is begun for it any more, whatever the tiers have."""
@@ -241,9 +258,9 @@ class Ticket:
 
     @property
     def following(self) -> list[ChunkKey]:
-        """The chunk behind those that the device has; none if it has all whole ones."""
+        """The chunk behind those that the device has; none if it has all that may be restored."""
         first = self.on_device // CHUNK_TOKENS
-        return self.keys[first : first + 1]
+        return self.keys[first : min(first + 1, self.most_chunks)]
 
     @property
     def lately_refused(self) -> int | None:

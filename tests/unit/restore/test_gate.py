@@ -331,7 +331,7 @@ def test_a_slow_disk_is_not_blamed_on_host_memory_that_has_most_of_a_prefix(disk
     if disk is None:
         some.restored(decide(some, 0, 1024), decide(some, 0, 1024).job_s)
     mixed = decide(some, 4096, 64)
-    assert (mixed.tier, mixed.read_tier) == ("host", "disk")
+    assert (mixed.bottleneck, mixed.tier) == ("host", "disk")
     for _ in range(3):
         deadline_s = decide(some, 4096, 64).deadline_s(0.0)
         some.restored(decide(some, 4096, 64), deadline_s, waited_s=0.9 * deadline_s, is_complete=False)
@@ -424,6 +424,30 @@ def test_one_is_tried_at_a_time() -> None:
     assert due == [False] * 31 + [True] * 9, "until one could start"
     some.begins(some.decide({"disk": 1024}, 0, is_try=True))
     assert not any(some.is_due(decide(some, 0, 1024)) for _ in range(31)), "its end is not known"
+
+
+def test_of_what_lies_in_two_tiers_the_disk_is_tried() -> None:
+    """Also where host memory has most of it: a disk as fast as when it was measured would be read sooner than that."""
+    some = gate(run=per_token(2e-6))
+    some._drift.factors["disk"] = 100.0
+    slow = decide(some, 4096, 512)
+    assert slow.bottleneck == "disk"
+    assert [some.is_due(slow) for _ in range(32)] == [False] * 31 + [True]
+    tried = some.decide({"host": 4096, "disk": 512}, 0, is_try=True)
+    assert tried.bottleneck == "host"
+    some.begins(tried)
+    assert not some.is_due(slow)
+    some.restored(tried, tried.recompute_s, is_complete=False)
+    assert not any(some.is_due(slow) for _ in range(63))
+    assert some.is_due(slow)
+
+
+def test_one_that_is_only_tried_is_stopped_when_what_is_done_without_it_would_be_over() -> None:
+    some = gate(run=per_token(2e-4))
+    tried = some.decide({"host": 1024, "disk": 1024}, 0, is_try=True, without_s=1.0)
+    assert tried.recompute_s == tried.deadline_s(0.0) == 1.0
+    some.restored(tried, 1.1)
+    assert not some.is_due(replace(decide(some, 1024, 1024), recompute_s=0.01)), "it was lost"
 
 
 def test_a_deadline_leaves_time_for_those_before() -> None:

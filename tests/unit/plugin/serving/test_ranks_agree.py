@@ -27,6 +27,7 @@ from tests.unit.plugin.serving.test_restores import (
     gate_for,
     tokens,
 )
+from tests.unit.plugin.serving.test_slow_tails import gate_of
 
 PROMPT = tokens(1, 4)
 
@@ -373,6 +374,8 @@ def test_devices_stay_the_same_whatever_happens(seed: int) -> None:
 
     def work(world: World, rank: int) -> None:
         shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
+        on_disk = own.choice((2, 4, 16))
+        world.tiers.on_host = lambda keys: [key[rank] % on_disk > 0 for key in keys]  # type: ignore[method-assign]
         names = iter(range(1000))
         ends_when_cancelled(world)
         for _ in range(60):
@@ -393,7 +396,7 @@ def test_devices_stay_the_same_whatever_happens(seed: int) -> None:
         world.coordinator.tick()
         world.assert_clean()
 
-    on_two(work)
+    on_two(work, gate=random.Random(seed).choice((None, gate_of(1e-2), gate_of(1e-6))))
 
 
 def act(world: World, shared: random.Random, own: random.Random, names: Any) -> None:
