@@ -35,13 +35,16 @@ def write_profile(
     project: float,
     run: float,
     kv_dtype_bytes: int = 4,
+    disk: float = 1.0,
 ) -> Profile:
-    """Costs of one layer in microseconds: ``fixed`` a read, the others a token."""
+    """Costs of one layer in microseconds: ``fixed`` a read, the others a token. Reads from the disk take ``disk`` times
+    as long.
+    """
     shape = ModelShape.from_config(json.loads((model / "config.json").read_text()), model.name, "float32")
-    curves = reads(hidden * 1e-6, kv * 1e-6, fixed * 1e-6)
+    host, far = (reads(hidden * cost, kv * cost, fixed * cost) for cost in (1e-6, disk * 1e-6))
     profile = made_profile(
         replace(shape, kv_dtype_bytes=kv_dtype_bytes),
-        {"host": curves, "disk": curves},
+        {"host": host, "disk": far},
         project=project * 1e-6,
         run=run * 1e-6,
     )
@@ -54,11 +57,12 @@ def recomputed_layers(profile: Profile, kind: PlanKind, length: int) -> int:
     return fastest_restore(stored, profile.costs({"host": length}), max_recompute=LAYERS - 1).num_recompute
 
 
-def serve(folder: Path, model: Path, method: str, profile: Path, *more: str) -> TierServer:
+def serve(
+    folder: Path, model: Path, method: str, profile: Path, *more: str, host_size: str = "128MB"
+) -> TierServer:
     config = folder / "hcache.yaml"
-    config.write_text(
-        "host_size: 128MB\nstaging_size: 24MB\n"
-    )  # what is saved must not depend on how busy we are
+    # What is saved must not depend on how busy we are.
+    config.write_text(f"host_size: {host_size}\nstaging_size: 24MB\n")
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192"),
         *("--chunked-prefill-size", "512", "--hcache-config", str(config), "--hcache-method", method),
@@ -168,6 +172,38 @@ def test_one_method_for_all_layers_restores_only_what_pays(
             assert server.ask(prompt).restored == restored
         assert server.counter("restore.declined_slower") == 1
         assert server.counter("restore.layers_recomputed") == 0
+        server.assert_nothing_left()
+
+
+def test_a_slow_disk_under_the_tail_of_a_prefix_does_not_cost_its_head(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Host memory is so small that it keeps the beginning of a prompt when others have come."""
+    model, costs = tiny_model(layers=LAYERS), tmp_path / "costs.json"
+    write_profile(model, costs, fixed=10, hidden=2.5, kv=5, project=8, run=200, disk=1000)
+    prompt = random_prompt(0, 1000)
+    more = ("--hcache-restore", "faster")
+    with serve(tmp_path, model, "hidden", costs, *more, host_size="48MB") as server:
+
+        def evict_the_tail(seed: int) -> None:
+            """What takes all of host memory but for ten chunks comes behind the 15 of ``prompt``."""
+            for one in (prompt, random_prompt(seed, 64 * (server.state()["host"]["slots"] - 10) + 1)):
+                server.ask(one)
+                server.to_tiers()
+
+        recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)
+        evict_the_tail(1)
+        restored = server.ask(prompt, rid="probe-restored", tokens=16)
+        assert 0 < restored.host < 960
+        assert restored.disk == 0
+        assert server.counter("restore.declined_slower") == 0
+        assert largest_difference(restored, recomputed) <= TOLERANCE
+        assert_same_pool(server, "restored", "recomputed")
+        evict_the_tail(2)
+        with server.switched_on("always_restore"):
+            restored = server.ask(prompt)
+        assert restored.host + restored.disk == 960
+        assert restored.disk > 0
         server.assert_nothing_left()
 
 
