@@ -29,7 +29,7 @@ _STARTUP_TIMEOUT_S = 300.0
 _ANSWER_TOKENS = 8
 _MOMENT_S = 0.05
 """In which a prompt comes to the device."""
-_ENDS = ("done", "declined_slower", "late", "failed", "errors", "no_slots")
+_ENDS = ("done", "declined_slower", "late", "try_late", "failed", "errors", "no_slots")
 """Of ``restore.*``, the counters of how restores ended."""
 
 

@@ -119,12 +119,9 @@ class Rig:
             *("--model-path", str(folder)),
             *("--max-total-tokens", str(length + max(room, 2 * length + 4 * piece))),
             *("--chunked-prefill-size", str(piece), "--skip-tokenizer-init", *more),
-            *(
-                ()
-                if torch.cuda.is_available()
-                else ("--device", "cpu", "--attention-backend", "torch_native")
-            ),
         ]
+        if not torch.cuda.is_available():
+            given += ["--device", "cpu", "--attention-backend", "torch_native"]
         server_args = ServerArgs.from_cli_args(arguments.parse_args(given))
         install_cpu_fixes(str(server_args.device))
         with redirect_stdout(sys.stderr):  # it prints

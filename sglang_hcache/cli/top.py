@@ -52,7 +52,7 @@ _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("  no room in the KV pool, recomputed", "restore.no_slots", ""),
     ("  restores failed", "restore.failed", "bad"),
     ("  restores failed on another rank", "restore.failed_on_another_rank", "bad"),
-    ("  restores late", "restore.late", "bad"),
+    ("  restores late", ("restore.late", "restore.try_late"), "bad"),
     ("chunks saved", "host.chunks_sealed", ""),
     ("  to disk", "demote.chunks_written", ""),
     *((f"  dropped: {why}", event, "bad") for event, why in events_of("chunks_dropped").items()),

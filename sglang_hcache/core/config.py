@@ -153,8 +153,8 @@ class HCacheConfig(BaseModel):
     staging_size: Size | None = Field(default=None, gt=0)
     """Part of ``host_size`` that buffers rows during forward passes, at most half of it. Rows that do not fit are not
     saved; the log warns at startup if that can happen to a prefill. Default: two of the largest passes (a prefill, or
-    the decoding of as many requests as may run, if that is more), or three on a GPU with overlap scheduling, where a
-    pass begins before the previous one has ended; at most a quarter of ``host_size``."""
+    the decoding of as many requests as may run, if that is given and more), or three on a GPU with overlap scheduling,
+    where a pass begins before the previous one has ended; at most a quarter of ``host_size``."""
     segment_size: Size | None = Field(default=None, ge=2**20)
     """Size of one segment across all directories, at most a quarter of ``disk_size``. Disk eviction frees one segment
     at a time. Default: 1/8 of ``disk_size``, at most 256 MiB; for a ``disk_size`` above 256 GiB, 1/1,024 of it, at

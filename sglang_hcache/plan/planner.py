@@ -12,7 +12,7 @@ at once, for one length: what is fastest, and the baselines.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,11 @@ class Split:
         spares the larger reads first.
         """
         return (Method.RECOMPUTE,) * self.recompute + (Method.KV,) * self.kv + (Method.HIDDEN,) * self.hidden
+
+    def mixes_only(self, allowed: Collection[Method]) -> bool:
+        """Whether no layer has a method that is not allowed."""
+        counts = {Method.RECOMPUTE: self.recompute, Method.HIDDEN: self.hidden, Method.KV: self.kv}
+        return all(method in allowed or not count for method, count in counts.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +112,7 @@ def search(
     """
     if num_layers < 1:
         raise ValueError(f"a model has at least one layer, got {num_layers}")
-    splits = [split for split in _all_splits(num_layers) if set(split.methods()) <= set(kind.methods)]
+    splits = [split for split in _all_splits(num_layers) if split.mixes_only(kind.methods)]
     recompute, hidden, kv = _counts(splits)
     total, io, compute = block_totals(recompute, hidden, kv, costs)
     if not with_fill:

@@ -75,14 +75,12 @@ class RestoreEngine:
             outcome = RestoreState.CANCELLED
         except (RestoreError, StoreError) as error:
             if self._may_warn():
-                logger.warning(
-                    "hcache: a restore of %d tokens failed, recomputing: %s", job.num_tokens, error
-                )
+                logger.warning("hcache: a restore of %d tokens failed: %s", job.num_tokens, error)
             outcome, job.error = RestoreState.FAILED, error
         except Exception as error:
             # Every job of a process that ends fails like this, and there may be hundreds.
             if self._may_trace():
-                logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
+                logger.exception("hcache: restore of %d tokens failed", job.num_tokens)
             self._observer.count("restore.errors")
             outcome, job.error = RestoreState.FAILED, error
         job.ended = time.monotonic()

@@ -107,9 +107,9 @@ class RestoreJob:
         return tuple(source for block in self.blocks for source in block.sources)
 
     @property
-    def has_filled_host(self) -> bool:
-        """Whether it also copied chunks from the disk to host memory, which others do not."""
-        return any(block.has_filled_host for block in self.blocks)
+    def copied_s(self) -> float:
+        """Seconds, of all reading threads together, in which chunks were copied to host memory as well."""
+        return sum(block.copied_s for block in self.blocks)
 
     @property
     def is_over(self) -> bool:

@@ -83,7 +83,7 @@ class StoreConfig:
     @property
     def file_bytes(self) -> int:
         """Bytes of one directory's file of a segment."""
-        return file_bytes_of(self.segment_bytes, len(self.dirs))
+        return max(self.segment_bytes // len(self.dirs) // BLOCK, 2) * BLOCK
 
     @property
     def reserve_bytes(self) -> int:
@@ -99,11 +99,6 @@ class StoreConfig:
 def floor_of(total_bytes: int, num_bytes: int, percent: float) -> int:
     """What a floor of ``num_bytes``, or of a share of the file system, is on one of this size, bytes."""
     return max(num_bytes, math.ceil(percent / 100 * total_bytes))
-
-
-def file_bytes_of(segment_bytes: int, num_dirs: int) -> int:
-    """Bytes of one directory's file of a segment."""
-    return max(segment_bytes // num_dirs // BLOCK, 2) * BLOCK
 
 
 def format_floor(num_bytes: int, percent: float) -> str:

@@ -18,7 +18,7 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.config import Run, StoreConfig
+from sglang_hcache.store.config import FILE_SLACK_BYTES, Run, StoreConfig
 from sglang_hcache.store.erasure import Erased, Eraser
 from sglang_hcache.store.eviction import Eviction
 from sglang_hcache.store.format.geometry import RunShape, shape_of
@@ -270,8 +270,10 @@ class Space:
             if not any(self._volumes[stripe].health.writable for stripe in members):
                 raise self._eviction.why_no_members(file_bytes)
             needed = max(self._shape(run, members).part_bytes)
-            if needed <= file_bytes:
-                return members, file_bytes
+            # One that the cap never holds is refused by whoever looks at that.
+            is_too_large = len(members) * (needed + FILE_SLACK_BYTES) > self._config.segments_budget_bytes
+            if needed <= file_bytes or is_too_large:
+                return members, max(self._config.file_bytes, needed)
             file_bytes = needed
 
     def _seal_active(self) -> None:

@@ -8,6 +8,7 @@ nothing is read for it, and nothing is written to make room.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -61,8 +62,8 @@ class Promotion:
         self._lock = threading.Lock()
         self._slots: dict[int, int] = {}  # by place
         self._has_begun = False
-        self.has_copied = False
-        """Whether there were slots for some of them."""
+        self.copied_s = 0.0
+        """Seconds that copies took, of all threads together."""
         self._layers_left = host.layout.num_layers
         self._copying = 0
         self._is_closed = False
@@ -77,9 +78,8 @@ class Promotion:
             if not self._has_begun:
                 self._has_begun = True
                 self._slots = self._reserve()
-                self.has_copied = bool(self._slots)
             self._copying += 1
-        num_copied = 0
+        num_copied, began = 0, time.monotonic()
         try:
             for layer, rows in layers.items():
                 self._copy(layer, rows.reshape(num_chunks, -1))
@@ -87,6 +87,7 @@ class Promotion:
         finally:
             with self._lock:
                 self._copying -= 1
+                self.copied_s += time.monotonic() - began
                 self._layers_left -= num_copied
                 if not self._layers_left:
                     self._publish()

@@ -70,9 +70,9 @@ class ChunkLease:
         return bool(self._pieces)
 
     @property
-    def has_filled_host(self) -> bool:
-        """Whether what was read from the disk was copied to host memory as well."""
-        return any(part.promotion is not None and part.promotion.has_copied for part in self._parts)
+    def copied_s(self) -> float:
+        """Seconds, of all reading threads together, in which what was read was copied to host memory as well."""
+        return sum(part.promotion.copied_s for part in self._parts if part.promotion is not None)
 
     def close(self) -> None:
         """Let the chunks go. Idempotent."""

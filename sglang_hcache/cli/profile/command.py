@@ -42,8 +42,8 @@ Out = Annotated[
     typer.Option(
         metavar="FILE",
         parser=named_path,
-        help="Where to save the profile; pass it to servers with --hcache-profile FILE. A pipe or a device, such as "
-        "/dev/stdout, is written to. Default: where servers look by themselves, ~/.cache/sglang-hcache/profiles.",
+        help="Where to save the profile; pass it to servers with --hcache-profile FILE. A pipe or a device is "
+        "written to. Default: where servers look by themselves, ~/.cache/sglang-hcache/profiles.",
         show_default=False,
     ),
 ]
@@ -184,6 +184,8 @@ def _check_target(target: Path, *, is_folder: bool) -> None:
     """
     if not is_folder and target.is_dir():
         raise ConfigError(f"--out: {target} is a folder; name a file")
+    if target.is_relative_to("/dev") and target.is_file():
+        raise ConfigError(f"--out: {target} leads to a file, which others write to; name a file of its own")
     folder = target if is_folder else Path(os.path.realpath(target)).parent
     with _saving(target):
         if _is_device(target):

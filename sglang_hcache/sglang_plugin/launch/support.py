@@ -178,7 +178,7 @@ def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stor
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
         tell_limits()
         passes, rows = staged_passes_of(server_args), pass_rows_of(server_args)
-        HostBudget.of(share, layout, largest_pass=rows, staged_passes=passes, num_ranks=num_ranks)
+        HostBudget.of(share, layout, pass_rows=rows, staged_passes=passes, num_ranks=num_ranks)
 
 
 def _without_ranks(server_args: Any) -> list[str]:

@@ -47,7 +47,7 @@ class HostBudget:
         config: HCacheConfig,
         layout: StateLayout,
         *,
-        largest_pass: int,
+        pass_rows: int,
         staged_passes: int,
         num_ranks: int = 1,
         available: int | None = None,
@@ -55,7 +55,7 @@ class HostBudget:
         """Divide it.
 
         Args:
-            largest_pass: most rows of one pass (:func:`pass_rows_of`).
+            pass_rows: most rows of one pass (:func:`pass_rows_of`).
             staged_passes: that staging should hold (:func:`staged_passes_of`).
             num_ranks: that take as much, and have not yet.
             available: host memory for all of them, bytes; None: what there is now.
@@ -77,7 +77,7 @@ class HostBudget:
         staging = config.staging_size
         if staging is None:
             staging = min(
-                config.host_size // STAGING_PARTS, staged_passes * max(largest_pass, CHUNK_TOKENS) * row_bytes
+                config.host_size // STAGING_PARTS, staged_passes * max(pass_rows, CHUNK_TOKENS) * row_bytes
             )
         # What is read comes from a disk.
         buffers = block_chunks * one_chunk if config.dirs else 0

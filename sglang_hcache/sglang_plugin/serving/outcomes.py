@@ -8,6 +8,7 @@ from collections import Counter
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.pipeline import NUM_READERS
 from sglang_hcache.sglang_plugin.seam.protocols import Device
 from sglang_hcache.sglang_plugin.serving.tickets import Restore
 
@@ -30,26 +31,36 @@ class Outcomes:
     def over(self, restore: Restore) -> None:
         """It is over: agree with the other ranks on how long it took, report it, and learn from it."""
         job = restore.job
-        # Memory that nobody has touched before may take longer than the reads.
-        restore.is_disturbed |= job.has_filled_host
         is_late = restore.is_late and not restore.is_disturbed
         taken_s = job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s
+        # Others need not promote: memory that nobody has touched before may take longer than the reads.
+        copied_s = job.copied_s / NUM_READERS
         all_in_time, all_are_certain, *times = self._ranks.minimum(
-            not is_late, job.is_certain, -restore.seconds, -job.seconds, -job.waited_s, -taken_s
+            not is_late,
+            job.is_certain,
+            -restore.seconds,
+            -taken_s,
+            *(-max(0.0, time_s - copied_s) for time_s in (restore.seconds, job.seconds, job.waited_s)),
         )
-        slowest_s, others_s, waited_s, taken_s = (-time_s for time_s in times)
+        slowest_s, taken_s, *without_copies = (-time_s for time_s in times)
         restore.slowest_s = slowest_s
         self._observer.count(f"restore.{restore.outcome}")
         if restore.is_complete:
             self._report(restore)
         if restore.decision is not None:
             self._report_gain(restore, restore.decision.recompute_s, taken_s)
-        self._learn(restore, others_s if all_are_certain else None, waited_s, is_late=not all_in_time)
+        seconds, others_s, waited_s = without_copies
+        self._learn(
+            restore, seconds, others_s if all_are_certain else None, waited_s, is_late=not all_in_time
+        )
 
-    def _learn(self, restore: Restore, others_s: float | None, waited_s: float, *, is_late: bool) -> None:
+    def _learn(
+        self, restore: Restore, seconds: float, others_s: float | None, waited_s: float, *, is_late: bool
+    ) -> None:
         """Compare what it took with what was predicted. Times are those of the slowest rank.
 
         Args:
+            seconds: for all of it.
             others_s: for the layers that were not recomputed; None: some rank has not brought them.
             waited_s: part of that, for reads.
             is_late: on any rank: the one that decides has to know.
@@ -63,7 +74,7 @@ class Outcomes:
             first_layers_s = recomputation.seconds if recomputation and is_timed else None
             self._gate.restored(
                 restore.decision,
-                restore.seconds,
+                seconds,
                 first_layers_s,
                 others_s=others_s,
                 waited_s=waited_s,

@@ -40,7 +40,7 @@ class Verdict:
     idle_s: float
     """For how long at least it would wait for its request to be admitted."""
     head: int
-    """Chunks that all ranks have in host memory before the first one that is on disk; 0: nothing is on disk."""
+    """Chunks that all ranks have in host memory before the first one that is on disk; 0: none, or none is on disk."""
     leaves_rest: bool = False
     """Whether restoring those alone and computing the rest is faster."""
 

@@ -119,13 +119,13 @@ class Saving:
         if not any(rid in self.captured for rid in rids):
             return False
         self._try(self._begin, tokens, slots)
+        if len(tokens) >= len(rids) + CHUNK_TOKENS:
+            # Decoded rows that wait leave staging while this pass is computed: the next piece of a long prompt begins
+            # when it has ended, and needs all that is left.
+            self._try(self._assembler.wake)
         return True
 
     def _begin(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        if len(tokens) >= CHUNK_TOKENS:
-            # Decoded rows that wait leave staging while this pass is computed: the next piece of a long prompt begins
-            # when it has ended, and needs all that is left.
-            self._assembler.wake()
         self._passes.begin(tokens, slots)
         if self._prefill_times is not None:
             self._prefill_times.begin(len(tokens))

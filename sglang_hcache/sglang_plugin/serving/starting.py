@@ -221,8 +221,7 @@ class Starter:
             ticket.note(
                 "the last %d tokens are not restored, for some are on disk: %s", left, verdict.decision
             )
-            ticket.fall_back()
-            return self._begin(ticket, match, keys[: verdict.head], ahead)
+            return self._begin_head(ticket, match, keys[: verdict.head], ahead)
         if not verdict.starts:
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, behind_s)
@@ -231,9 +230,8 @@ class Starter:
         if verdict.idle_s > self._most_idle_s:
             return _Attempt.TOO_EARLY
         slots = self._room.take(match, count, ahead.tokens)
-        if slots is None and verdict.is_try:
-            ticket.fall_back()  # nobody waits for room for that
-            return _Attempt.DECIDED
+        if slots is None and verdict.is_try:  # nobody waits for room for that
+            return self._begin_head(ticket, match, keys[: verdict.head], ahead)
         if slots is None:
             ticket.refuse(count)
             return _Attempt.NO_ROOM
@@ -251,3 +249,10 @@ class Starter:
         ticket.enter(Phase.RUNNING)
         self._engine.submit(restore.job)
         return _Attempt.DECIDED
+
+    def _begin_head(
+        self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead
+    ) -> _Attempt:
+        """Restore only ``keys``, which are in host memory, or nothing if there are none."""
+        ticket.fall_back()
+        return self._begin(ticket, match, keys, ahead) if keys else _Attempt.DECIDED

@@ -51,7 +51,7 @@ class Restore:
     depends_on_pace: bool = False
     """Whether it takes longer, or less, when its share of the device changes."""
     is_disturbed: bool = False
-    """Whether that has happened, or else it took what was not predicted for a reason that is known."""
+    """Whether that has happened: what it took was not predicted, for a reason that is known."""
     missing_elsewhere: bool = False
     """Whether another rank has not brought its part."""
     failed_elsewhere: bool = False
@@ -98,7 +98,7 @@ class Restore:
         if self.job.state is RestoreState.FAILED:
             return self._late if is_late else "failed"
         if self.failed_elsewhere:
-            return "failed_on_another_rank"
+            return "try_late" if self._is_try else "failed_on_another_rank"
         if self.ticket is None:
             return "cancelled"
         # No job has failed: its layers could not be recomputed.
@@ -106,7 +106,11 @@ class Restore:
 
     @property
     def _late(self) -> str:
-        return "try_late" if self.decision is not None and self.decision.is_try else "late"
+        return "try_late" if self._is_try else "late"
+
+    @property
+    def _is_try(self) -> bool:
+        return self.decision is not None and self.decision.is_try
 
     @property
     def why_incomplete(self) -> str:
@@ -239,7 +243,8 @@ class Ticket:
         """
         if self.head and not self.is_final:
             self.most_chunks = self.head
-            self.enter(Phase.PENDING)
+            if self.phase is not Phase.PENDING:
+                self.enter(Phase.PENDING)
         else:
             self.give_up()
 

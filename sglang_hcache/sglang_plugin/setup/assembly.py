@@ -198,7 +198,7 @@ def budget_of(config: HCacheConfig, layout: StateLayout, device: Device, context
     budget = HostBudget.of(
         config,
         layout,
-        largest_pass=device.pass_rows,
+        pass_rows=device.pass_rows,
         staged_passes=staged_passes,
         num_ranks=ranks.size,
         available=int(available),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.units import format_bytes
+from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.format.names import (
     PROBE_NAME,
     STATE_NAME,
@@ -97,9 +98,14 @@ def _conditions(view: StoreView) -> Iterator[Finding]:
         if info.condition != Condition.HEALTHY and view.volumes[info.stripe].health.readable:
             what = f"{info.path}: is {info.condition}: {info.reason}"
             yield Finding(what, "check its device or make room; a server then uses it again by itself")
-        if info.want_of_room:
-            fix = "make room on its disk; a server then stores there again by itself"
-            yield Finding(f"{info.path}: {info.want_of_room}", fix, is_error=False)
+        if 0 <= info.free_bytes < max(info.floor_bytes, FILE_SLACK_BYTES):
+            what = f"{info.path}: {format_bytes(info.free_bytes)} free"
+            if info.free_bytes < info.floor_bytes:
+                what += (
+                    f", less than the floor of {format_bytes(info.floor_bytes)} (--hcache-disk-free-floor)"
+                )
+            fix = "make room on its disk; else a server deletes chunks there, or stores nothing new"
+            yield Finding(what, fix, is_error=False)
 
 
 def _unread(view: StoreView) -> Iterator[Finding]:

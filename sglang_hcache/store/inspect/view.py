@@ -11,16 +11,9 @@ from pathlib import Path
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Contents, Files, lost_runs
-from sglang_hcache.store.config import (
-    FILE_SLACK_BYTES,
-    DirectoryStats,
-    file_bytes_of,
-    floor_of,
-    format_floor,
-)
+from sglang_hcache.store.config import DirectoryStats, floor_of
 from sglang_hcache.store.format.place import RunPlace
 from sglang_hcache.store.format.state import State
 from sglang_hcache.store.format.superblock import StoreIdentity
@@ -45,8 +38,8 @@ class DirectoryInfo(DirectoryStats):
     stripe: int = 0
     segments: int = 0
     """Segment files in it."""
-    want_of_room: str = ""
-    """Why a server would store nothing new in it although it is healthy, by the free space as it is now."""
+    floor_bytes: int = 0
+    """What a server leaves free on its file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +159,10 @@ class StoreView:
             try:
                 physical, free = volume.allocated_bytes(), volume.free_bytes()
                 segments = len(volume.segment_sizes())
-                want = self._want_of_room(volume, free, physical)
+                floor = self._floor_of(volume)
             except StoreError as error:
                 volume.health.take_out(str(error))
-                physical, free, segments, want = 0, -1, 0, ""
+                physical, free, segments, floor = 0, -1, 0, 0
             condition, reason = str(volume.health.condition), volume.health.reason
             said, why, corrupt, errors = told.get(volume.stripe, (str(Condition.HEALTHY), "", 0, 0))
             if volume.health.readable:
@@ -178,26 +171,14 @@ class StoreView:
                 if condition == Condition.HEALTHY:  # also where a server could not write down what it thinks
                     condition, why_now = _condition_of(item.directory)
                     reason = why_now or reason
-            want = want if condition == Condition.HEALTHY else ""
-            stats = (volume.path, condition, reason or want, corrupt, errors)
-            found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments, want))
+            stats = (volume.path, condition, reason, corrupt, errors)
+            found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments, floor))
         return found
 
-    def _want_of_room(self, volume: Volume, free: int, held: int) -> str:
-        """Of a directory that holds ``held`` bytes, all of which a server may delete. Raises StoreError."""
-        identity = self.identity
+    def _floor_of(self, volume: Volume) -> int:
+        """Raises StoreError."""
         total = volume.call(volume.directory.total_bytes, "cannot ask for its size")
-        floor_text = format_floor(identity.free_floor_bytes, identity.free_floor_percent)
-        floor = floor_of(total, identity.free_floor_bytes, identity.free_floor_percent)
-        file_bytes = file_bytes_of(identity.segment_bytes, identity.num_stripes)
-        if free < floor:
-            lack = f"less than the floor of {floor_text} (--hcache-disk-free-floor)"
-        elif free < FILE_SLACK_BYTES or free + held < floor + file_bytes + FILE_SLACK_BYTES:
-            lack = f"too little for another {format_bytes(file_bytes)}"
-            lack += f" above the floor of {floor_text} (--hcache-disk-free-floor)" if floor else ""
-        else:
-            return ""
-        return f"nothing new is stored: {format_bytes(free)} free, {lack}"
+        return floor_of(total, self.identity.free_floor_bytes, self.identity.free_floor_percent)
 
     def segment_sizes(self) -> dict[int, dict[int, int]]:
         """Bytes of segment files as they are now, by directory and segment, as far as directories answer."""

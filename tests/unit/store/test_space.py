@@ -310,6 +310,22 @@ def test_a_disk_with_little_room_does_not_make_the_tier_as_small(
         read_keys(store, keys)
 
 
+@pytest.mark.usefixtures("no_keeper")
+def test_a_run_that_the_cap_never_holds_costs_no_other(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2, size=8 * MIB, segment=MIB, floor=100 * MIB)
+    disks = Disks(config, monkeypatch)
+    store = open_store(config)
+    written = fill(store, 0, 4)
+    disks.room = [disks.segment_bytes(path) + MIB for path in config.dirs]
+    with pytest.raises(StoreFullError, match="--hcache-disk-size"):
+        write_keys(store, make_keys(5000, 30), (2**18, 2**18))
+    assert [match_keys(store, keys) for keys in written] == [6] * 4
+    assert counters["store.segments_evicted"] == 0
+    assert [item.reason for item in store.stats().directories] == ["", ""]
+
+
 def test_near_the_floor_old_segments_make_room(
     tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -395,6 +395,17 @@ def test_what_is_no_file_is_written_to_and_stays(run, tmp_path, name):
     assert (tmp_path / "link").is_symlink()
 
 
+def test_a_file_that_stdout_leads_to_is_not_replaced(run, tmp_path):
+    with (tmp_path / "log").open("w+") as log:
+        log.write("a line")
+        log.flush()
+        out = f"/dev/fd/{log.fileno()}"
+        status, _, err = run(StandIn(profile_of()), "--model-path", "m", "--out", out)
+    assert status == 2
+    assert f"--out: {out} leads to a file" in err
+    assert (tmp_path / "log").read_text() == "a line"
+
+
 def test_a_link_to_a_file_stays(run, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "folder" / "file")
     (tmp_path / "folder").mkdir()

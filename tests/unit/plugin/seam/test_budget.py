@@ -39,7 +39,7 @@ def test_the_parts_stay_within_the_whole(
     """Without a disk tier nothing is read."""
     disk = {"dirs": ["/d"]} if has_disk else {}
     config = HCacheConfig.from_settings({"host_size": host_size, "staging_size": staging_size, **disk})
-    budget = HostBudget.of(config, LAYOUT, largest_pass=largest_pass, staged_passes=2)
+    budget = HostBudget.of(config, LAYOUT, pass_rows=largest_pass, staged_passes=2)
     used = (
         budget.ring_rows * sum(LAYOUT.row_bytes)
         + budget.num_slots * LAYOUT.chunk_bytes
@@ -51,8 +51,8 @@ def test_the_parts_stay_within_the_whole(
 
 def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
     config = HCacheConfig.from_settings({"host_size": "4GB"})
-    assert HostBudget.of(config, LAYOUT, largest_pass=512, staged_passes=2).ring_rows == 1024
-    assert HostBudget.of(config, LAYOUT, largest_pass=8192, staged_passes=2).ring_rows == 10**9 // sum(
+    assert HostBudget.of(config, LAYOUT, pass_rows=512, staged_passes=2).ring_rows == 1024
+    assert HostBudget.of(config, LAYOUT, pass_rows=8192, staged_passes=2).ring_rows == 10**9 // sum(
         LAYOUT.row_bytes
     )
 
@@ -65,7 +65,7 @@ def test_the_planned_host_size_is_the_least_that_stages_all_passes(monkeypatch: 
 
     def ring_rows(host_size: int) -> int:
         config = HCacheConfig(host_size=host_size)
-        return HostBudget.of(config, LAYOUT, largest_pass=8192, staged_passes=3).ring_rows
+        return HostBudget.of(config, LAYOUT, pass_rows=8192, staged_passes=3).ring_rows
 
     assert ring_rows(least) == 3 * 8192
     assert ring_rows(least - 4) < 3 * 8192
@@ -80,8 +80,8 @@ def test_a_gpu_begins_a_pass_before_the_last_one_has_ended(
     arguments = SimpleNamespace(device=device, disable_overlap_schedule=has_no_overlap)
     assert staged_passes_of(arguments) == passes
     config = HCacheConfig.from_settings({"host_size": "4GB"})
-    assert HostBudget.of(config, LAYOUT, largest_pass=512, staged_passes=passes).ring_rows == passes * 512
-    assert HostBudget.of(config, LAYOUT, largest_pass=8192, staged_passes=passes).ring_rows == 10**9 // sum(
+    assert HostBudget.of(config, LAYOUT, pass_rows=512, staged_passes=passes).ring_rows == passes * 512
+    assert HostBudget.of(config, LAYOUT, pass_rows=8192, staged_passes=passes).ring_rows == 10**9 // sum(
         LAYOUT.row_bytes
     )
 
@@ -181,7 +181,7 @@ def test_several_ranks_take_no_more_than_there_is(monkeypatch: pytest.MonkeyPatc
 
 def test_passes_may_be_shorter_than_a_chunk() -> None:
     config = HCacheConfig.from_settings({"host_size": "4GB"})
-    assert HostBudget.of(config, LAYOUT, largest_pass=16, staged_passes=2).ring_rows == 128
+    assert HostBudget.of(config, LAYOUT, pass_rows=16, staged_passes=2).ring_rows == 128
 
 
 @pytest.mark.parametrize(("disk_bytes", "chunks"), [(10**12, 16), (10 * 2**27, 10), (2**20, 1)])
@@ -199,7 +199,7 @@ def test_a_model_with_more_layers_than_the_disk_tier_stores_is_refused() -> None
 def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"--hcache-host-size: 100\.0 MB .* at least"):
         HostBudget.of(
-            HCacheConfig.from_settings({"host_size": "100MB"}), LAYOUT, largest_pass=512, staged_passes=2
+            HCacheConfig.from_settings({"host_size": "100MB"}), LAYOUT, pass_rows=512, staged_passes=2
         )
 
 

@@ -16,7 +16,7 @@ from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.tier.tiered import HOST, TieredStore
 from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
 from tests.unit.plugin.serving.test_restores import (
     CAPACITY,
@@ -164,19 +164,23 @@ def test_where_one_fails_the_request_is_recomputed(failing: int) -> None:
     on_two(work)
 
 
+@pytest.mark.parametrize("is_try", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_that_is_stopped_because_another_failed_is_not_an_abort(failing: int) -> None:
+def test_one_that_is_stopped_because_another_failed_is_not_an_abort(failing: int, is_try: bool) -> None:
     """Neither is one that is late there, whatever the other one was at."""
 
     def work(world: World, rank: int) -> None:
         begin(world)
+        if is_try:
+            (restore,) = world.coordinator.running
+            restore.decision = gate_for(1.0, may_recompute=False).decide({HOST: 64}, 0, is_try=True)
         if rank == failing:
             end(world, RestoreState.FAILED, late_after_s=20.0)
         world.coordinator.tick()
         if rank != failing:
             end(world, RestoreState.CANCELLED)
         world.coordinator.tick()
-        outcome = "late" if rank == failing else "failed_on_another_rank"
+        outcome = "try_late" if is_try else "late" if rank == failing else "failed_on_another_rank"
         assert restores_of(world) == {f"restore.{outcome}": 1}
 
     on_two(work)

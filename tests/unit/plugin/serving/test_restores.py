@@ -22,6 +22,7 @@ from sglang_hcache.restore.behind import Written
 from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import Pace
+from sglang_hcache.restore.pipeline import NUM_READERS
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 from sglang_hcache.sglang_plugin.serving import line, restores, room, starting, tickets, waiting
@@ -918,23 +919,40 @@ def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(world: World) -> No
     assert job.deadline_s - before > 0.01, "nobody spins meanwhile"
 
 
-@pytest.mark.parametrize("beside", ["nothing", "pause", "promotion"])
-def test_what_a_restore_took_beside_something_else_teaches_nothing(
-    beside: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("promoted_s", [0.0, 0.09, 0.9, 2.0])
+def test_what_a_restore_took_to_promote_teaches_nothing(
+    promoted_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But the rest does: else a slow disk of which all restores promote would never be known."""
+    told = []
+    monkeypatch.setattr(ChunkLease, "copied_s", promoted_s * NUM_READERS / 3)  # in each of three blocks
+    gate = gate_for(recompute_s=1.0, may_recompute=False)
+    gate.restored = lambda _, seconds, *__, others_s, waited_s, **___: told.append(  # type: ignore[method-assign]
+        (seconds, others_s, waited_s)
+    )
+    world = World(gate)
+    world.store(tokens(1, 6))
+    world.queue("a", tokens(1, 6))
+    world.coordinator.tick()
+    world.engine.jobs[0].seconds, world.engine.jobs[0].waited_s = 1.0, 0.5
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert told == [pytest.approx([max(0.0, 1.0 - promoted_s)] * 2 + [max(0.0, 0.5 - promoted_s)])]
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_what_a_restore_took_beside_a_pause_teaches_nothing(pauses: bool) -> None:
     gate = gate_for(recompute_s=1.0, may_recompute=False)
     world = World(gate)
     world.store(tokens(1, 6))
     world.queue("a", tokens(1, 6))
     world.coordinator.tick()
-    if beside == "pause":
+    if pauses:
         world.coordinator.pause()
-    if beside == "promotion":
-        monkeypatch.setattr(ChunkLease, "has_filled_host", True)
     world.engine.jobs[0].seconds = 100.0
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
-    assert (set(gate._drift.factors.values()) == {1.0}) == (beside != "nothing")
+    assert (set(gate._drift.factors.values()) == {1.0}) == pauses
 
 
 def waiting_for_room(world: World) -> None:

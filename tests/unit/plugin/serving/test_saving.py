@@ -111,6 +111,26 @@ def test_decoded_rows_that_wait_make_room_for_the_next_piece_of_a_prompt(
     assert bridge.counters["capture.rows_dropped_staging_full"] == 0
 
 
+@pytest.mark.parametrize(("num_rows", "wakes"), [(100, False), (163, False), (164, True)])
+def test_only_a_large_prefill_wakes_who_saves_decoded_rows(num_rows: int, wakes: bool) -> None:
+    """However many requests decode."""
+    bridge: Any = Served(rows=4096).bridge
+    rids = [f"r{number}" for number in range(100)]
+    for rid in rids:
+        bridge.begin_capture(rid, None, array("q"))
+    rows, hidden = torch.arange(num_rows), torch.zeros(num_rows, 1)
+    bridge.saving.begin_pass(rids, rows[:100], rows[:100])
+    for layer in range(LAYOUT.num_layers):
+        bridge.saving._on_layer(layer, hidden[:100])
+    requests = [RequestRows(rid, 0, row, 1) for row, rid in enumerate(rids)]
+    bridge.saving.end_pass(requests, is_typical=True, is_replayed=False)
+    assert bridge.saving._assembler._held
+    bridge.saving.begin_pass(rids, rows, rows)
+    assert bool(bridge.saving._assembler._held) != wakes
+    bridge.saving.abandon_pass()
+    bridge.close()
+
+
 def test_a_pass_that_fails_by_itself_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge: Any = Served().bridge
     bridge.begin_capture("r", None, array("q"))
