@@ -94,8 +94,8 @@ COUNTERS = (
         "restores",
         "Restores by outcome. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
         "predicted to be faster. no_slots: the KV pool had no room behind other requests for 120 s. late: past the "
-        "deadline. try_late: the same of a rare try that was predicted to be slower. failed_on_another_rank: failed or "
-        "late there; this rank's part is not used.",
+        "deadline. try_late: the same of a rare try that was predicted to be slower, or another rank lost it. "
+        "failed_on_another_rank: failed or late there; this rank's part is not used.",
         "restores", "result",
         {
             "restore.done": "done", "restore.failed": "failed", "restore.late": "late",

@@ -184,7 +184,8 @@ def _check_target(target: Path, *, is_folder: bool) -> None:
     """
     if not is_folder and target.is_dir():
         raise ConfigError(f"--out: {target} is a folder; name a file")
-    if target.is_relative_to("/dev") and target.is_file():
+    # Streams of a process, wherever they lead.
+    if target.is_file() and (str(target.parent) in ("/dev", "/dev/fd") or target.is_relative_to("/proc")):
         raise ConfigError(f"--out: {target} leads to a file, which others write to; name a file of its own")
     folder = target if is_folder else Path(os.path.realpath(target)).parent
     with _saving(target):

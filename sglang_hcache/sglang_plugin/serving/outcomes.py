@@ -33,8 +33,9 @@ class Outcomes:
         job = restore.job
         is_late = restore.is_late and not restore.is_disturbed
         taken_s = job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s
-        # Others need not promote: memory that nobody has touched before may take longer than the reads.
-        copied_s = job.copied_s / NUM_READERS
+        # Others need not promote: memory that nobody has touched before may take longer than the reads. It delays only
+        # who waits for reads.
+        copied_s = min(job.copied_s / NUM_READERS, job.waited_s)
         all_in_time, all_are_certain, *times = self._ranks.minimum(
             not is_late,
             job.is_certain,
