@@ -41,7 +41,7 @@ class Outcomes:
             job.is_certain,
             -restore.seconds,
             -taken_s,
-            *(-max(0.0, time_s - copied_s) for time_s in (restore.seconds, job.seconds, job.waited_s)),
+            *(copied_s - time_s for time_s in (restore.seconds, job.seconds, job.waited_s)),
         )
         slowest_s, taken_s, *without_copies = (-time_s for time_s in times)
         restore.slowest_s = slowest_s

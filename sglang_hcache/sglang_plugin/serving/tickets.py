@@ -94,23 +94,20 @@ class Restore:
         """How it ended for all ranks together, once it is over: ``restore.`` and this counts it."""
         if self.is_complete:
             return "done"
-        is_late = self.ran_out_of_time or isinstance(self.job.error, RestoreTimeoutError)
-        if self.job.state is RestoreState.FAILED:
-            return self._late if is_late else "failed"
-        if self.failed_elsewhere:
-            return "try_late" if self._is_try else "failed_on_another_rank"
-        if self.ticket is None:
-            return "cancelled"
-        # No job has failed: its layers could not be recomputed.
-        return self._late if is_late else "failed"
+        is_try = self.decision is not None and self.decision.is_try
+        # If no job has failed, its layers could not be recomputed.
+        if self.job.state is not RestoreState.FAILED:
+            if self.failed_elsewhere:
+                return "try_late" if is_try else "failed_on_another_rank"
+            if self.ticket is None:
+                return "cancelled"
+        if not self._has_timed_out:
+            return "failed"
+        return "try_late" if is_try else "late"
 
     @property
-    def _late(self) -> str:
-        return "try_late" if self._is_try else "late"
-
-    @property
-    def _is_try(self) -> bool:
-        return self.decision is not None and self.decision.is_try
+    def _has_timed_out(self) -> bool:
+        return self.ran_out_of_time or isinstance(self.job.error, RestoreTimeoutError)
 
     @property
     def why_incomplete(self) -> str:
@@ -136,8 +133,7 @@ class Restore:
     def is_late(self) -> bool:
         """Whether it ran out of time, and not for waiting for others. False where nobody predicted anything."""
         decision = self.decision
-        ran_out_of_time = self.ran_out_of_time or isinstance(self.job.error, RestoreTimeoutError)
-        if decision is None or not ran_out_of_time:
+        if decision is None or not self._has_timed_out:
             return False
         return self.seconds > (decision.recompute_s / 2 if decision.is_try else decision.job_s)
 

@@ -116,23 +116,16 @@ def test_all_is_restored_if_so_configured() -> None:
     assert restoring(world) == [16]
 
 
-def test_what_is_restored_ends_where_the_disk_begins() -> None:
+@pytest.mark.parametrize(("on_disk", "restored"), [(10, [10]), (0, [])])
+def test_what_is_restored_ends_where_the_disk_begins(on_disk: int, restored: list[int]) -> None:
+    """Nothing is where that has the first chunk."""
     world = slow_world()
-    there = chunk_keys(ROOT, PROMPT)[10]
+    there = chunk_keys(ROOT, PROMPT)[on_disk]
     world.tiers.on_host = lambda keys: [key != there for key in keys]  # type: ignore[method-assign]
     world.queue("a", PROMPT)
     world.coordinator.tick()
-    assert restoring(world) == [10]
-
-
-def test_where_the_disk_has_the_head_nothing_is_restored() -> None:
-    world = slow_world()
-    first = chunk_keys(ROOT, PROMPT)[0]
-    world.tiers.on_host = lambda keys: [key != first for key in keys]  # type: ignore[method-assign]
-    world.queue("a", PROMPT)
-    world.coordinator.tick()
-    assert not world.engine.jobs
-    assert world.counters["restore.declined_slower"] == 1
+    assert restoring(world) == restored
+    assert world.counters["restore.declined_slower"] == (0 if restored else 1)
 
 
 def test_room_is_needed_for_what_is_restored_only() -> None:
