@@ -155,8 +155,12 @@ class Users:
             answer = response.json() if response.status_code == 200 else {}
         if "output_token_logprobs" not in answer.get("meta_info", {}):
             return  # aborted before it was computed
-        tokens = answer["output_ids"]
-        logprobs = [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
+        tokens, scored = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+        if len(scored) > len(
+            tokens
+        ):  # a stream that is aborted after it was retracted ends with its last token alone
+            tokens = [token for _, token, _ in scored]
+        logprobs = [logprob for logprob, _, _ in scored]
         self.said.append(Said(prompt, tokens, logprobs if len(logprobs) == len(tokens) else None))
         self.histories.append([*prompt, *tokens])
 
