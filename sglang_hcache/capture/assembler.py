@@ -16,6 +16,7 @@ from sglang_hcache.capture.beginnings import Beginnings
 from sglang_hcache.capture.chunk_rows import PassRows
 from sglang_hcache.capture.copiers import Copiers
 from sglang_hcache.capture.events import (
+    DeviceReset,
     Event,
     RequestBegins,
     RequestEnds,
@@ -149,6 +150,8 @@ class Assembler:
                 self._requests.end_all()
             case RequestEnds(rid=str() as rid):
                 self._requests.end(rid)
+            case DeviceReset():
+                self._tiers.demote_all()
             case WeightsReplaced():
                 self._tiers.give_up_dirty()
             case TiersCleared():

@@ -80,8 +80,13 @@ class TiersCleared:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceReset:
+    """The device dropped everything: what earlier events bring is written to disk, too."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsReplaced:
     """Other weights are in use: what earlier events bring belongs to weights that are gone."""
 
 
-Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | TiersCleared | WeightsReplaced
+Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | TiersCleared | DeviceReset | WeightsReplaced

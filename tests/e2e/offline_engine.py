@@ -6,6 +6,7 @@ Usage: offline_engine.py, then the arguments of a server. Prints both answers as
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,12 +25,16 @@ def main() -> None:
     answers = []
     for _ in range(2):
         answers.append(engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True))
-        wait_for(lambda: not tier_of(engine)["saving"])
-        engine.flush_cache()
-    wait_for(lambda: tier_of(engine)["host"]["dirty"] == 0)
+        wait_for(lambda: engine.flush_cache().success)
+        wait_for(lambda: is_written(tier_of(engine)))
     disk = tier_of(engine)["disk"]
+    is_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     engine.shutdown()
-    print(json.dumps({"answers": answers, "chunks_on_disk": disk["chunks"]}))
+    print(json.dumps({"answers": answers, "chunks_on_disk": disk["chunks"], "interrupted": is_interrupted}))
+
+
+def is_written(tier: dict[str, Any]) -> bool:
+    return not tier["saving"] and tier["host"]["dirty"] == 0
 
 
 def tier_of(engine: Engine) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from sglang_hcache.sglang_plugin.seam import hooking
 logger = logging.getLogger(__name__)
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _HANDLER = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 
 
@@ -93,7 +95,13 @@ def _run_below_parent(run: Callable[..., None], *args: Any) -> None:
 
 
 def _stop_on_interrupt(_result: None, handler: Any, *_args: object, **_kwargs: object) -> None:
-    """When SGLang begins to handle SIGTERM in its loop: so are SIGHUP and the first Ctrl-C; the second ends us."""
+    """When SGLang begins to handle SIGTERM in its loop: so are SIGHUP and the first Ctrl-C; the second ends us.
+
+    In a server: of a program that uses ``Engine`` the loop is run only inside of calls, and these signals are its own.
+    """
+    http_server = sys.modules.get(_HTTP_SERVER)
+    if http_server is None or http_server.get_global_state() is None:
+        return
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

@@ -168,7 +168,7 @@ class Bridge:
         if self.weights.namespace is None:
             self._owes_demotion = True  # unless others come: what the old ones left is not worth a write
         else:
-            self.tiers.demote_all()
+            self.saving.device_reset()
 
     def weights_will_change(self) -> None:
         """The model's weights are about to be replaced or released: nothing may be projected or captured meanwhile.
@@ -271,7 +271,7 @@ class Bridge:
         if are_others:
             self.saving.weights_replaced()
         elif self._owes_demotion:
-            self.tiers.demote_all()
+            self.saving.device_reset()
         self._owes_demotion = False
         return namespace
 

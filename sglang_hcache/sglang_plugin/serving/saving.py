@@ -13,6 +13,7 @@ import torch
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.copiers import copiers_for
 from sglang_hcache.capture.events import (
+    DeviceReset,
     RequestBegins,
     RequestEnds,
     RequestRows,
@@ -187,6 +188,10 @@ class Saving:
     def weights_replaced(self) -> None:
         """What is computed from now on is of other weights."""
         self._assembler.publish(WeightsReplaced())
+
+    def device_reset(self) -> None:
+        """Write to disk all that was computed before and exists only in host memory."""
+        self._assembler.publish(DeviceReset())
 
     def tiers_cleared(self) -> TiersCleared:
         """What was computed before is cleared with the tiers; the event knows whether that is done."""

@@ -21,7 +21,8 @@ import asyncio, multiprocessing, os, signal, sys, time
 from types import SimpleNamespace
 from sglang_hcache.sglang_plugin.launch.stopping import _run_below_parent, _stop_on_interrupt
 
-async def serve():
+async def serve(is_server):
+    sys.modules["sglang.srt.entrypoints.http_server"] = SimpleNamespace(get_global_state=lambda: is_server or None)
     told = SimpleNamespace(sigterm_handler=lambda number: print("told", int(number), flush=True))
     _stop_on_interrupt(None, told)
     print("ready", os.getpid(), flush=True)
@@ -56,8 +57,13 @@ for what_is_done_on_a_hangup in sys.stdin:
         _, status = os.waitpid(child, 0)
         print("ended", os.waitstatus_to_exitcode(status), flush=True)
         continue
-    signal.signal(signal.SIGHUP, getattr(signal, what_is_done_on_a_hangup.strip()))
-    asyncio.run(serve())
+    is_server = what_is_done_on_a_hangup.strip() != "a program with an Engine"
+    signal.signal(signal.SIGHUP, getattr(signal, what_is_done_on_a_hangup.strip() if is_server else "SIG_DFL"))
+    try:
+        asyncio.run(serve(is_server))
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        os._exit(0)
 """
 
 
@@ -137,6 +143,13 @@ def test_nohup_is_obeyed(mains: Mains) -> None:
     os.kill(main, signal.SIGINT)
     assert mains.said() == f"told {int(signal.SIGINT)}"
     mains.end(main)
+
+
+def test_a_program_that_uses_an_engine_is_interrupted(mains: Mains) -> None:
+    main = mains.start("a program with an Engine")
+    os.kill(main, signal.SIGINT)
+    assert mains.said() == "interrupted"
+    assert mains.said() == "ended 0"
 
 
 def test_others_end_with_it_also_if_they_still_import(mains: Mains) -> None:

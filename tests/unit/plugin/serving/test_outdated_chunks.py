@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,4 +113,15 @@ def test_what_weights_that_may_be_old_left_is_written_at_the_end(served: ServedF
 def test_a_reset_writes_everything(served: ServedFromDisk) -> None:
     served.save(weights="a")
     served.bridge.device_reset()
+    assert served.written() == 2
+
+
+def test_a_reset_writes_what_is_sealed_after_it(served: ServedFromDisk) -> None:
+    """Of passes before it, which the assembler is still at."""
+    goes_on = threading.Event()
+    served.bridge.tiers.give_up_dirty = lambda: (goes_on.wait(10), served.save(weights="a"))  # type: ignore[method-assign, assignment]
+    served.bridge.saving.weights_replaced()
+    served.bridge.device_reset()
+    wait_for(lambda: not served.bridge.tiers.is_saving, "the demoter")
+    goes_on.set()
     assert served.written() == 2
