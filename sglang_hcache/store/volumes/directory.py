@@ -333,9 +333,16 @@ class StoreDirectory:
 
 
 def _make(path: Path, may_make: bool) -> None:
-    """Raises OSError: there is no store's directory, and it may not be made."""
+    """
+    Raises:
+        StoreFormatError: that of a rank would be in one that is not private.
+        OSError: there is no store's directory, and it may not be made.
+    """
     if not may_make and not has_superblock(path):
         raise FileNotFoundError(errno.ENOENT, "it has no superblock", str(path))
+    if ranks_named_by(path.name) is not None:
+        _make(path.parent, may_make=True)
+        check_private(path.parent, os.geteuid())
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
 
@@ -349,9 +356,11 @@ def _maker(name: str) -> str:
 def check_private(path: Path, user: int) -> None:
     """
     Raises:
-        StoreFormatError: it is not a directory of ``user`` that nobody else may write to.
+        StoreFormatError: it is not a directory of ``user`` that nobody else may write to, or of a rank and in another.
         OSError: it is missing, or cannot be asked.
     """
+    if ranks_named_by(path.name) is not None:
+        check_private(path.parent, user)
     found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise StoreFormatError(f"{path} is not a directory; change --hcache-dirs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import rank_dir, ranks_named_by
 from sglang_hcache.store import DiskStore, look_ahead
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import agreement
 from sglang_hcache.store.volumes.agreement import stores_in
 from sglang_hcache.store.volumes.looking import look_at
@@ -33,6 +35,35 @@ def test_each_has_its_own(tmp_path: Path) -> None:
     for _ in range(2):
         open_ranks(tmp_path / "shared", 2)
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+
+
+def test_what_they_share_is_as_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, settings = tmp_path / "shared", small_config(tmp_path)
+    settings = replace(settings, dirs=(rank_dir(shared, 0, 2),))
+
+    def is_refused(expected: str) -> None:
+        for use in (look_ahead, lambda config: DiskStore.open(config, Counters())):
+            with pytest.raises(StoreFormatError, match=re.escape(f"{shared} {expected}")):
+                use(settings)
+
+    old = os.umask(0)
+    try:
+        shared.mkdir(0o707)
+        is_refused("can be written by other users (mode 707)")
+        assert not list(shared.iterdir())
+        shared.rmdir()
+        open_ranks(shared, 2)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+    shared.chmod(0o775)
+    is_refused("can be written by other users (mode 775)")
+    with StoreView.open(settings.dirs) as view:
+        assert f"{shared} can be written" in view.directories()[0].reason
+    shared.chmod(0o755)
+    open_ranks(shared, 2)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    is_refused("belongs to user")
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 2)])
