@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import get_num_new_pages
 
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu, switching
+from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import load_everywhere
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import create_cache, errors_in_a_line
 from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
@@ -70,6 +71,8 @@ def install(device: str) -> None:
         f"{_RUNNER}.load_model": (_model_loaded, HookType.AFTER),
         f"{_RUNNER}.forward": (_forward, HookType.AROUND),
     }
+    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        targets[f"{_MANAGERS}.scheduler.Scheduler.{method}"] = (load_everywhere, HookType.AROUND)
     if device == "cuda":
         sys.setswitchinterval(_SWITCH_S)
         targets[_CAPTURE] = (capture_first, HookType.AROUND)

@@ -230,4 +230,11 @@ def test_two_ranks(setting: Setting) -> None:
         restored = ask(server, "uno")
         assert restored.restored == WHOLE
         assert largest_difference(restored, computed["one"]) <= TOLERANCE
+        load = {"lora_name": "one", "lora_path": str(setting.adapters["one"])}
+        for rank, told in ((0, "injected"), (1, "none keeps it (rank 1: injected")):
+            with server.switched_on("fail_adapter", f"{rank}"):
+                refused = server.post("/load_lora_adapter", load)
+            assert (refused.status_code, told in refused.text) == (400, True)
+        assert server.post("/load_lora_adapter", load).status_code == 200
+        assert ask(server, "one").restored == WHOLE
         server.assert_nothing_left()

@@ -13,6 +13,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``linger_restore``: restores stand still as long as it is on, but for those that are stopped.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
 * ``fail_read``: taking a layer from a tier fails; with a number in the file, on that rank only.
+* ``fail_adapter``: loading a LoRA adapter fails; with a number in the file, on that rank only.
 * ``projector_positions``: hidden states are projected for other positions, also by the self-check at start.
 * ``io_faults``, on before the start: the disk store's operations obey the switches below, each for the directory
   whose number its file holds, for all if it is empty. A directory that is out is tried again after ``_RETRY_S``.
@@ -102,6 +103,7 @@ def _patch(switches):
     _patch_restorer(switches)
     _patch_reads(switches)
     _patch_recomputation(switches)
+    _patch_adapters(switches)
     _be_patient()
     _patch_learning(switches)
     if (switches / "io_faults").exists():
@@ -159,6 +161,19 @@ def _patch_recomputation(switches):
         return extend(self, tokens[::-1] if (switches / "corrupt_recomputed").exists() else tokens, *rest)
 
     ForwardOf.extend = damaged
+
+
+def _patch_adapters(switches):
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    load = LoRAManager.load_lora_weights
+
+    def load_or_fail(self, lora_ref):
+        if _is_on_here(switches / "fail_adapter"):
+            raise OSError("injected by a test")
+        load(self, lora_ref)
+
+    LoRAManager.load_lora_weights = load_or_fail
 
 
 def _be_patient():

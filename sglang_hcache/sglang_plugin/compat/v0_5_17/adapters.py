@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,7 @@ from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
 _ID_LETTERS = 32
 """Letters of a ``lora_id``: a UUID in hexadecimal."""
@@ -53,6 +54,24 @@ class AdaptersOf:
         of_all = self._ranks.all_of(adapter_fingerprint(_tensors(adapter)))
         fingerprint = self._fingerprints[lora_id] = parts_fingerprint(of_all)
         return fingerprint
+
+
+def load_everywhere(
+    original: Callable[..., LoRAUpdateOutput], scheduler: Any, request: Any
+) -> LoRAUpdateOutput:
+    """AROUND hook of what loads an adapter: it is loaded on all ranks or on none.
+
+    SGLang answers with rank 0's result. The others may have another, and then a request with the adapter would be
+    handled differently on each. What is loaded here is unloaded, or loading it once more would fail.
+    """
+    result = original(scheduler, request)
+    answers = scheduler.tree_cache.bridge.ranks.all_of((result.success, result.error_message))
+    failures = [f"rank {rank}: {why}" for rank, (success, why) in enumerate(answers) if not success]
+    if result.success and failures:
+        result = scheduler.tp_worker.unload_lora_adapter(request)
+        result.success = False
+        result.error_message = f"not all ranks could load it, so none keeps it ({'; '.join(failures)})"
+    return result
 
 
 def _tensors(adapter: LoRAAdapter) -> Iterator[tuple[str, torch.Tensor]]:

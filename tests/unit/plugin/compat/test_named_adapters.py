@@ -57,8 +57,8 @@ def test_the_same_weights_are_the_same_adapter() -> None:
 class BesideAnother(Alone):
     """One of two ranks."""
 
-    def __init__(self, fingerprint_there: bytes) -> None:
-        self._there = fingerprint_there
+    def __init__(self, there: Any) -> None:
+        self._there = there
 
     def all_of(self, value: Any) -> list[Any]:
         return [value, self._there]
@@ -104,3 +104,32 @@ def test_an_unloaded_adapter_is_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     adapters.apart(ids[2])
     assert adapters.apart(ids[0]) == (ids[0], None)
     assert adapters.apart(ids[1])[1] is not None
+
+
+@pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True), (False, False)])
+def test_what_one_rank_cannot_load_is_unloaded_on_the_other(here: bool, there: bool) -> None:
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
+
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import load_everywhere
+
+    unloaded: list[object] = []
+
+    def unload(asked: object) -> LoRAUpdateOutput:
+        unloaded.append(asked)
+        return LoRAUpdateOutput(success=True, loaded_adapters={})
+
+    scheduler = SimpleNamespace(
+        tree_cache=SimpleNamespace(bridge=SimpleNamespace(ranks=BesideAnother((there, "no file there")))),
+        tp_worker=SimpleNamespace(unload_lora_adapter=unload),
+    )
+    of_rank = LoRAUpdateOutput(success=here, error_message="no file here", loaded_adapters={"one": "/one"})
+    request = object()
+    result = load_everywhere(lambda *_: of_rank, scheduler, request)
+    if here and not there:
+        assert unloaded == [request]
+        assert (result.success, result.loaded_adapters) == (False, {})
+        assert result.error_message == "not all ranks could load it, so none keeps it (rank 1: no file there)"
+    else:
+        assert not unloaded
+        assert result is of_rank
+        assert (result.success, result.error_message) == (here, "no file here")
