@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sglang_hcache.cli.server.answers import ChatError, TokenSources
+from sglang_hcache.cli.server.answers import ChatError, Lines, TokenSources
 from sglang_hcache.cli.server.client import KEEPALIVE_S
 from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError, with_log_end
 
@@ -117,8 +117,10 @@ class TokenClient:
                 if response.is_error:
                     text = (await response.aread()).decode(errors="replace")
                     raise ChatError(f"{self._url}: HTTP {response.status_code}: {text}")
-                async for line in response.aiter_lines():
-                    reader.take(line)
+                lines = Lines()
+                async for piece in response.aiter_text():
+                    for line in lines.take(piece):
+                        reader.take(line)
         except httpx.HTTPError as error:
             raise ChatError(f"{self._url}: {error!r}") from error
         return reader.answer()
@@ -233,11 +235,18 @@ class _Reader:
         self._meta: dict[str, Any] = {}
 
     def take(self, line: str) -> None:
-        """One line of the stream of server-sent events."""
+        """One line of the stream of server-sent events.
+
+        Raises:
+            ChatError: the server reports a failure, or sends what is no JSON.
+        """
         field, _, data = line.partition(":")
         if field != "data" or data.strip() == "[DONE]":
             return
-        event = json.loads(data)
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise ChatError(f"the server sent something that is not JSON: {data[:200]!r}") from None
         if "error" in event:
             raise ChatError(f"the server failed while answering: {event['error']}")
         self._meta = event["meta_info"]
