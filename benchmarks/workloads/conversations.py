@@ -185,7 +185,7 @@ def schedule(
     think_time_s: float,
     seed: int,
 ) -> Workload:
-    """Poisson arrivals and exponential pauses.
+    """Poisson arrivals, stretched to one request a unit of time, and exponential pauses.
 
     Args:
         most_tokens: a conversation ends before the round that would make it longer.
@@ -199,8 +199,10 @@ def schedule(
         raise ConfigError(f"--max-tokens: no conversation has a round within {most_tokens} tokens")
     dice = np.random.default_rng((seed, 3))
     mean_rounds = sum(map(len, kept)) / len(kept)
-    starts = np.cumsum(dice.exponential(mean_rounds, len(kept))) - mean_rounds
-    starts = np.maximum(starts - max(starts[0], 0.0), 0.0)  # the first one at once
+    starts = np.cumsum(dice.exponential(1.0, len(kept)))
+    starts -= starts[0]
+    if len(kept) > 1:  # of a few, the mean gap would be far from it by chance
+        starts *= (len(kept) - 1) * mean_rounds / starts[-1]
     placed = [
         Conversation(rounds, float(start), tuple(dice.exponential(think_time_s, len(rounds) - 1).tolist()))
         for rounds, start in zip(kept, starts, strict=True)
