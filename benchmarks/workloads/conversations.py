@@ -273,7 +273,7 @@ def place_trace(
     """The first ``count`` requests that fit, in their order and rhythm, stretched to one request a unit of time.
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: none fits, or several that do came at the same moment.
     """
     left_out = 0
 
@@ -293,6 +293,11 @@ def place_trace(
         )
     first = kept[0][0].timestamp_ms
     span = max(request.timestamp_ms - first for request, _ in kept)
+    if not span and len(kept) > 1:
+        raise ConfigError(
+            f"--conversations: the {len(kept)} requests of the trace that were chosen have one timestamp, {first:g}; "
+            "no rate can be made of them, more are needed"
+        )
     factor = (len(kept) - 1) / span if span else 0.0
     placed = tuple(Conversation((item,), (request.timestamp_ms - first) * factor) for request, item in kept)
     return Workload("Mooncake trace", placed, left_out)

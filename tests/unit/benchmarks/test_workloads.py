@@ -317,6 +317,16 @@ def test_equal_ids_of_the_trace_are_equal_prefixes(conversations: Any, tmp_path:
         placed_trace(conversations, path, most_tokens=10)
 
 
+def test_requests_of_one_moment_have_no_rate(conversations: Any, tmp_path: Path) -> None:
+    """One alone needs none."""
+    too_long = traced(9000, 51_200, *range(100))
+    path = write_lines(tmp_path / "trace.jsonl", traced(3000, 600, 4, 1), too_long)
+    assert [item.start for item in placed_trace(conversations, path).conversations] == [0.0]
+    write_lines(path, traced(3000, 600, 4, 1), traced(3000, 600, 5, 1), too_long)
+    with pytest.raises(ConfigError, match=r"--conversations: the 2 requests .* one timestamp, 3000;"):
+        placed_trace(conversations, path)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
