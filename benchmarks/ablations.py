@@ -32,7 +32,7 @@ from common.options import AsJson, Dtype, Folder, Out, Quick, parse_whole_number
 from restoring.counted_disk import disk_facts
 from restoring.report import header_of
 from restoring.runtime import restart_with_cpu_runtime
-from restoring.settings import parse_tiers
+from restoring.settings import parse_tiers, positions_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
@@ -114,7 +114,13 @@ def main(
         raise ConfigError(f"--kv-layers: {kv_layers} leaves none of {sizes.layers} layers for hidden states")
     from sglang_hcache.cli.tiny_model.model import TinyModel
 
-    model = TinyModel(layers=sizes.layers, hidden=hidden, heads=heads, dtype=dtype, max_position=40_000)
+    model = TinyModel(
+        layers=sizes.layers,
+        hidden=hidden,
+        heads=heads,
+        dtype=dtype,
+        max_position=positions_for(sizes.longest),
+    )
     prepare_out(out)
     restart_with_cpu_runtime()
     carry_out(

@@ -29,7 +29,7 @@ from common.options import AsJson, Dtype, Folder, Out, Quick, parse_whole_number
 from restoring import report
 from restoring.counted_disk import disk_facts
 from restoring.runtime import restart_with_cpu_runtime
-from restoring.settings import Settings, Sweep, parse_tiers
+from restoring.settings import Settings, Sweep, parse_tiers, positions_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 LENGTHS, QUICK_LENGTHS = "1024,4096,16384", "1024,2048"
@@ -85,7 +85,12 @@ def main(
     from sglang_hcache.cli.tiny_model.model import TinyModel
 
     model = TinyModel(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, dtype=dtype, max_position=40_000
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        dtype=dtype,
+        max_position=positions_for(max(*histories, sweep.length)),
     )
     rounds = rounds or (5 if quick else 7)
     settings = Settings(model, histories, all_tiers, rounds, sweep, 0.3 if quick else 2.0)

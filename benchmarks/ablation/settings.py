@@ -62,9 +62,18 @@ class Sizes:
     @property
     def room(self) -> int:
         """Most tokens in the KV pool: the requests of all variants are in it together, prefills in a row by variant."""
-        per_request = self.prompt + self.steps + CHUNK_TOKENS
-        together = (1 + len(self.ways)) * max(self.prefill, max(self.batches) * per_request)
+        together = (1 + len(self.ways)) * max(self.prefill, max(self.batches) * self._per_request)
         return max(together, IN_A_ROW * self.prefill)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request."""
+        return max(*self.lengths, self.prefill, self._per_request)
+
+    @property
+    def _per_request(self) -> int:
+        """Most tokens of one that decodes."""
+        return self.prompt + self.steps + CHUNK_TOKENS
 
 
 FULL = Sizes(24, ("host", "disk", "disk:500MB"), (1024, 4096, 16384), (1, 4, 16), 128, 256, 2048, 7, 1.0)

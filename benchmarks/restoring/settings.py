@@ -15,6 +15,14 @@ if TYPE_CHECKING:  # imports torch
 
 PIECE = 2048
 """Tokens of a prefill pass."""
+_LEAST_POSITIONS = 40_000
+
+
+def positions_for(longest: int) -> int:
+    """Positions of a model that computes ``longest`` tokens at most. No fewer than what usual lengths get: profiles are
+    measured behind other tokens as well.
+    """
+    return max(_LEAST_POSITIONS, longest + CHUNK_TOKENS)
 
 
 def split_tier(tier: str) -> tuple[str, int | None]:

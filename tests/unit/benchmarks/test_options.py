@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
@@ -145,6 +146,33 @@ def test_a_wrong_option_is_named(
     assert f"{program}: error: {complaint}" in result.stderr
     assert not result.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "longest"),
+    [
+        ("restore_speed", ["--lengths", "64,65536"], 65536),
+        ("restore_speed", ["--lengths", "64", "--bandwidths", "1GB", "--bandwidth-length", "65536"], 65536),
+        ("ablations", ["--lengths", "128,65536"], 65536),
+        ("ablations", ["--prefill", "65536"], 65536),
+        ("ablations", ["--steps", "65536"], 65536 + 256 + CHUNK_TOKENS),
+    ],
+)
+def test_a_model_has_positions_for_the_longest_prompt(
+    bench: Import, monkeypatch: pytest.MonkeyPatch, program: str, arguments: list[str], longest: int
+) -> None:
+    module, models = bench(program), []
+
+    def carry_out(_: str, measure: Any, *_more: Any, **_options: Any) -> None:
+        models.extend(each for each in measure.args if isinstance(each, TinyModel))
+        models.extend(each.model for each in measure.args if hasattr(each, "model"))
+
+    monkeypatch.setattr(module, "carry_out", carry_out)
+    monkeypatch.setattr(module, "restart_with_cpu_runtime", lambda: None)
+    result = CliRunner().invoke(module.app, arguments)
+    assert result.exit_code == 0, result.output
+    (model,) = models
+    assert model.max_position >= longest
 
 
 @pytest.mark.parametrize(
