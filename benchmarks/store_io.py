@@ -28,6 +28,9 @@ from storage.bench import KIB, Bench, Plan
 from storage.disk_store import StoreLoad
 from storage.report import FLOORS
 
+BLOCK_UNIT = 4096
+"""Bytes: what O_DIRECT takes on every disk."""
+
 
 def make_plan(
     *,
@@ -49,6 +52,18 @@ def make_plan(
         file_bytes=file_bytes,
         store=StoreLoad(max(file_bytes // StoreLoad(1).segment_bytes, 1)) if with_store else None,
     )
+
+
+def parse_block(text: str) -> int:
+    """Bytes of a block.
+
+    Raises:
+        ValueError: it is none that can be read and written past the page cache.
+    """
+    block = parse_size(text)
+    if not block or block % BLOCK_UNIT:
+        raise ValueError(f"{text!r} is not allowed; it must be a multiple of {BLOCK_UNIT:,} bytes, and not 0")
+    return block
 
 
 def header_of(folder: Path, plan: Plan) -> dict[str, Any]:
@@ -108,7 +123,9 @@ def main(
     quick: Quick = False,
     block: Annotated[
         list[str] | None,
-        typer.Option(help="Block size, such as 512KiB; may be repeated. Default: 64KiB to 2MiB."),
+        typer.Option(
+            help="Block size, a multiple of 4,096 bytes such as 512KiB; may be repeated. Default: 64KiB to 2MiB."
+        ),
     ] = None,
     depth: Annotated[
         list[int] | None,
@@ -124,7 +141,7 @@ def main(
     plan = make_plan(
         quick=quick,
         size=None if size is None else parsed("--size", parse_size, size),
-        blocks=[parsed("--block", parse_size, text) for text in block or []],
+        blocks=[parsed("--block", parse_block, text) for text in block or []],
         depths=depth or [],
         rounds=rounds,
         with_store=store,

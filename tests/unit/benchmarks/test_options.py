@@ -136,6 +136,8 @@ def test_right_ones_are_taken(bench: Import) -> None:
             "--out: cannot write into /dev/null/x",
         ),
         ("store_io", ["--size", "much"], "--size: 'much' is not a size"),
+        ("store_io", ["--block", "0"], "--block: '0' is not allowed; it must be a multiple of 4,096 bytes"),
+        ("store_io", ["--block", "64KiB", "--block", "1000B"], "--block: '1000B' is not allowed"),
     ],
 )
 def test_a_wrong_option_is_named(
