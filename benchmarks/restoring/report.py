@@ -60,7 +60,7 @@ def show(data: dict[str, Any], console: Console) -> None:
                     row["variant"], f"{1e3 * row['seconds']:.1f}", f"{row['tokens_per_s']:,.0f}",
                     f"{row['x_kv']:.2f}", f"{row['x_recompute']:.2f}",
                     *(_ms(value) for value in (row["predicted_s"], row["io_s"], row["compute_s"])),
-                    _over_floor(row), _recomputed(row), row["stored"],
+                    _over_floor(row), _recomputed(row, data["model"]["layers"]), row["stored"],
                 )  # fmt: skip
             console.print(table)
             console.print()
@@ -82,8 +82,10 @@ def _over_floor(row: dict[str, Any]) -> str:
     return f"{row['over_floor']:.2f} ({row['over_floor_low']:.2f}-{row['over_floor_high']:.2f})"
 
 
-def _recomputed(row: dict[str, Any]) -> str:
-    return {"recompute": "all", "ideal": ""}.get(row["variant"], str(row["num_recompute"]))
+def _recomputed(row: dict[str, Any], layers: int) -> str:
+    if row["variant"] == "ideal":
+        return ""
+    return "all" if row["num_recompute"] == layers else str(row["num_recompute"])
 
 
 def _ms(value: float | None) -> str:

@@ -288,14 +288,15 @@ class Variant:
         """For :meth:`read_alone`."""
         self.maker = RestoreMaker(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
 
-    def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision | None]:
-        """Seconds to bring the first ``length`` tokens back into other slots, and what was predicted."""
+    def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision, bool]:
+        """Seconds to bring back the first ``length`` tokens, what was predicted, and False if all were recomputed."""
         keys = self.keys[: length // CHUNK_TOKENS]
         began = time.monotonic()
         verdict = self.maker.decide(keys, 0, 0.0)
         decision = verdict.decision
+        assert decision is not None
         if self._may_decline and not verdict.starts:
-            return self.rig.recompute(length), decision
+            return self.rig.recompute(length), decision, False
         slots = self.rig.view.allocate(length)
         nothing = DeviceMatch(slots[:0], object())  # type: ignore[arg-type]
         prompt = Prompt("benchmark", self.rig.tokens[:length], None)
@@ -311,7 +312,7 @@ class Variant:
         if check:
             self.error = self.rig.check(slots)
         self.rig.view.free(slots)
-        return seconds, decision
+        return seconds, decision, True
 
     def read_alone(self, length: int) -> float:
         """Seconds to read the same extents into buffers like the server's, which were used before, and nothing else."""

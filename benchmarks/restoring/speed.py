@@ -25,6 +25,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.plan.planner import plan_stored
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import planned_costs
+from sglang_hcache.restore.decision import Decision
 from sglang_hcache.sglang_plugin.setup.planning import describe
 from sglang_hcache.store import DiskStore
 
@@ -38,9 +39,11 @@ class Row:
     variant: str
     seconds: float
     predicted_s: float | None = None
+    """Of what was done."""
     io_s: float | None = None
     compute_s: float | None = None
     num_recompute: int = 0
+    """First layers that were recomputed: all of them where nothing was restored."""
     stored: str = ""
     times: list[float] = field(default_factory=list)
     ratios: dict[str, float] = field(default_factory=dict)
@@ -53,6 +56,13 @@ class Row:
         if self.io_s is None or self.compute_s is None:
             return None
         return max(self.io_s, self.compute_s) / self.seconds
+
+    def tell(self, decision: Decision, num_layers: int, *, is_restored: bool) -> None:
+        """What was done in one of its rounds. A rare try between others that were declined says nothing of the row."""
+        if not is_restored:
+            self.predicted_s, self.num_recompute = decision.recompute_s, num_layers
+        elif self.num_recompute < num_layers:
+            self.predicted_s, self.num_recompute = decision.restore_s, decision.num_recompute
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -140,6 +150,7 @@ def _measure_length(
     step: Callable[[], None],
 ) -> list[Row]:
     rows = {name: Row(tier, length, name, 0.0) for name in ("recompute", *variants, "ideal")}
+    rows["recompute"].num_recompute = rig.num_layers
     for variant in variants.values():
         variant.restore(length, check=True)
         variant.read_alone(length)
@@ -147,9 +158,8 @@ def _measure_length(
     rig.question(length)
 
     def restore(name: str) -> float:
-        seconds, decision = variants[name].restore(length)
-        if decision is not None:
-            rows[name].predicted_s, rows[name].num_recompute = decision.restore_s, decision.num_recompute
+        seconds, decision, is_restored = variants[name].restore(length)
+        rows[name].tell(decision, rig.num_layers, is_restored=is_restored)
         return seconds
 
     turns: dict[str, Callable[[], float]] = {
