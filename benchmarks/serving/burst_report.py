@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +14,13 @@ from serving.report import (
     REQUESTS,
     TTFT_MEAN,
     Row,
-    draw_speedups,
+    draw_panels,
     draw_times,
     measured_methods,
-    new_figure,
     print_equality,
     print_table,
     save_figure,
+    speedup_panels,
     write_results,
 )
 
@@ -48,25 +50,21 @@ def write(folder: Path, data: dict[str, Any]) -> None:
 def draw(data: dict[str, Any], path: Path) -> None:
     """TTFT, its speed-up and the last answer over the number of prompts."""
     rows, settings = data["rows"], data["settings"]
-    figure, (times, speedups, ends) = new_figure(3)
-    draw_times(times, rows, "at_once", "ttft")
-    draw_speedups(speedups, rows, "at_once")
-    _draw_ends(ends, rows)
-    for axes in (times, speedups, ends):
-        axes.set_xlabel("prompts at once")
+    panels = [partial(draw_times, what="ttft"), *speedup_panels(rows), _draw_ends]
+    figure = draw_panels(rows, "at_once", "prompts at once", panels)
     caption = f"{settings['history']:,} tokens that return, {settings['new_tokens']} new ones"
     save_figure(figure, path, caption, data)
 
 
-def _draw_ends(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _draw_ends(axes: Axes, rows: Sequence[Row], key: str) -> None:
     """Each round's last answer."""
     for method in measured_methods(rows):
-        ends = [(row["at_once"], end) for row in rows if row["method"] == method for end in _ends(row)]
+        ends = [(row[key], end) for row in rows if row["method"] == method for end in _ends(row)]
         axes.plot(*zip(*ends, strict=True), "o", color=COLOURS[method], markersize=4, alpha=0.6)
     axes.set_title("Last answer of each round", fontsize=10)
     axes.set_ylabel("s")
     axes.set_ylim(bottom=0)
-    axes.set_xticks(sorted({row["at_once"] for row in rows}))
+    axes.set_xticks(sorted({row[key] for row in rows}))
     axes.grid(alpha=0.25)
 
 

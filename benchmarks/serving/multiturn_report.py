@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from serving.report import (
     COLUMNS,
     TBT,
     draw_hits,
-    draw_speedups,
+    draw_panels,
     draw_times,
-    new_figure,
     print_equality,
     print_table,
     save_figure,
+    speedup_panels,
     write_results,
 )
 
@@ -46,13 +47,8 @@ def write(folder: Path, data: dict[str, Any]) -> None:
 def draw(data: dict[str, Any], path: Path) -> None:
     """TTFT, its speed-up, TBT and hit ratios over the rate."""
     rows = data["rows"]
-    figure, (ttft, speedups, tbt, hits) = new_figure(4)
-    draw_times(ttft, rows, "rate", "ttft")
-    draw_speedups(speedups, rows, "rate")
-    draw_times(tbt, rows, "rate", "tbt", tail="p99")
-    draw_hits(hits, rows, "rate")
-    for axes in (ttft, speedups, tbt, hits):
-        axes.set_xlabel("requests a second")
+    ttft, tbt = partial(draw_times, what="ttft"), partial(draw_times, what="tbt", tail="p99")
+    figure = draw_panels(rows, "rate", "requests a second", [ttft, *speedup_panels(rows), tbt, draw_hits])
     workload = data["workload"]
     save_figure(
         figure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 """Its name, and what it says of a row."""
+Panel = Callable[["Axes", Sequence[Row], str], None]
+"""Draws rows over a key."""
 COLOURS = {
     "recompute": "#777777",
     "kv": "#d1711f",
@@ -139,12 +142,16 @@ def write_results(path: Path, data: Mapping[str, Any], draw: Callable[[Any, Path
 # -- pictures ------------------------------------------------------------------------------------------
 
 
-def new_figure(panels: int) -> tuple[Figure, list[Axes]]:
-    """``panels`` beside each other."""
+def draw_panels(rows: Sequence[Row], key: str, label: str, panels: Sequence[Panel]) -> Figure:
+    """A figure with ``panels`` beside each other; ``label`` says what ``key`` is."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.9 * panels, 4.3), layout="constrained")
-    return figure, [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
+    figure = Figure(figsize=(4.9 * len(panels), 4.3), layout="constrained")
+    for number, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), number)
+        panel(axes, rows, key)
+        axes.set_xlabel(label)
+    return figure
 
 
 def save_figure(figure: Figure, path: Path, caption: str, data: Mapping[str, Any]) -> None:
@@ -166,7 +173,7 @@ def save_figure(figure: Figure, path: Path, caption: str, data: Mapping[str, Any
     figure.savefig(path, dpi=130)
 
 
-def draw_times(axes: Axes, rows: Sequence[Row], key: str, what: str, *, tail: str = "p95") -> None:
+def draw_times(axes: Axes, rows: Sequence[Row], key: str, *, what: str, tail: str = "p95") -> None:
     """Mean (solid) and a percentile (dashed) of each method over ``key``, milliseconds."""
     for method in measured_methods(rows):
         line = [row for row in rows if row["method"] == method and row[f"{what}_mean_s"] is not None]
@@ -184,12 +191,15 @@ def draw_times(axes: Axes, rows: Sequence[Row], key: str, what: str, *, tail: st
     _finish(axes, rows, key)
 
 
-def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
-    """How many times smaller the mean TTFT is than the first baseline's: the median of the rounds, and its interval."""
-    baseline = next((name for name in ("recompute", "kv") if name in measured_methods(rows)), None)
+def speedup_panels(rows: Sequence[Row]) -> list[Panel]:
+    """How many times smaller the mean TTFT is than the first baseline's; none without a baseline."""
+    measured = measured_methods(rows)
+    return [partial(_draw_speedups, baseline=name) for name in BASELINES if name in measured][:1]
+
+
+def _draw_speedups(axes: Axes, rows: Sequence[Row], key: str, *, baseline: str) -> None:
+    """The median of the rounds, and its interval."""
     for method in measured_methods(rows):
-        if baseline is None:
-            break
         name = f"round_speedup_over_{baseline}"
         line = [row for row in rows if row["method"] == method and row[name] is not None]
         line.sort(key=lambda row: row[key])

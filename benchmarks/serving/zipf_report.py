@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from rich.console import Console
 from serving.report import (
     COLUMNS,
     draw_hits,
-    draw_speedups,
+    draw_panels,
     draw_times,
-    new_figure,
     print_equality,
     print_table,
     save_figure,
+    speedup_panels,
     write_results,
 )
 
@@ -41,12 +42,8 @@ def write(folder: Path, data: dict[str, Any]) -> None:
 def draw(data: dict[str, Any], path: Path) -> None:
     """TTFT, speed-ups and hit ratios over the skew."""
     rows = data["rows"]
-    figure, (times, speedups, hits) = new_figure(3)
-    draw_times(times, rows, "alpha", "ttft")
-    draw_speedups(speedups, rows, "alpha")
-    draw_hits(hits, rows, "alpha")
-    for axes in (times, speedups, hits):
-        axes.set_xlabel("Zipf skew (alpha)")
+    panels = [partial(draw_times, what="ttft"), *speedup_panels(rows), draw_hits]
+    figure = draw_panels(rows, "alpha", "Zipf skew (alpha)", panels)
     save_figure(figure, path, _documents(data["workload"]), data)
 
 

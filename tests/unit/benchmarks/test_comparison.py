@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from sglang_hcache.cli.server.answers import TokenSources
@@ -147,18 +148,14 @@ EACH_REPORT = pytest.mark.parametrize(
 )
 
 
-def results(bench: Import, key: str) -> dict[str, Any]:
-    measured = {
-        name: [bench("serving.comparison").Measured([answer(bench)] * 3, 5.0)]
-        for name in ("recompute", "auto")
-    }
+def results(bench: Import, key: str, methods: tuple[str, ...] = ("recompute", "auto")) -> dict[str, Any]:
+    """Of ``methods`` and of ``hicache``, which was not measured."""
+    measured = {name: [bench("serving.comparison").Measured([answer(bench)] * 3, 5.0)] for name in methods}
     notes = {"hicache": "not available here: why"}
     rows = [
         row
         for value in (0.0, 1.0)
-        for row in bench("serving.comparison").rows_of(
-            {key: value}, ("recompute", "auto", "hicache"), measured, notes
-        )
+        for row in bench("serving.comparison").rows_of({key: value}, (*methods, "hicache"), measured, notes)
     ]
     return {
         **bench("common.header").make_header("test"),
@@ -196,6 +193,37 @@ def test_results_are_shown_and_written(
     ]
     assert "rounds" not in lines[0], "a single value in each cell"
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@EACH_REPORT
+@pytest.mark.parametrize(
+    ("methods", "baseline"),
+    [
+        (("auto", "kv", "recompute"), "recompute"),
+        (("kv", "auto"), "kv"),
+        (("hidden", "auto"), None),
+    ],
+)
+def test_speedups_are_over_a_baseline_or_left_out(
+    bench: Import,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    report: str,
+    name: str,
+    key: str,
+    methods: tuple[str, ...],
+    baseline: str | None,
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    bench(report).write(tmp_path, results(bench, key, methods))
+    (figure,) = drawn
+    titles = [axes.get_title() for axes in figure.axes]
+    of_speedups = [f"Speed-up of mean TTFT over {baseline}"] if baseline else []
+    assert [title for title in titles if "Speed-up" in title] == of_speedups
+    assert len(titles) == {"multiturn": 3}.get(name, 2) + len(of_speedups)
+    assert len({axes.get_xlabel() for axes in figure.axes}) == 1
+    assert all(axes.lines or axes.patches for axes in figure.axes)
 
 
 def ended_early(bench: Import, key: str, methods: tuple[str, ...]) -> dict[str, Any]:
