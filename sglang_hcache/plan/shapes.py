@@ -160,15 +160,19 @@ _SIZE_FIELDS = (
 def _refuse_unknown(config: Mapping[str, Any]) -> str:
     """The configuration's ``model_type``, if we know what its layers compute."""
     model_type = config.get("model_type")
-    if model_type not in FFN_KINDS:
-        raise ValueError(f"model_type {model_type!r} is not known; known: {', '.join(sorted(FFN_KINDS))}")
+    if not isinstance(model_type, str) or model_type not in FFN_KINDS:
+        known = ", ".join(sorted(FFN_KINDS))
+        raise ValueError(f"model_type {reprlib.repr(model_type)} is not known; known: {known}")
     # Qwen names a window that it does not use, of no tokens for instance.
     if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise ValueError(f"sliding_window {config['sliding_window']}: windows are not planned for")
-    odd_layers = set(config.get("layer_types") or ()) - {"full_attention"}
+        raise ValueError(f"sliding_window {config['sliding_window']!r}: windows are not planned for")
+    layer_types = config.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise ValueError(f"layer_types must be a list, got {reprlib.repr(layer_types)}")
+    odd_layers = sorted({reprlib.repr(kind) for kind in layer_types or () if kind != "full_attention"})
     if odd_layers:
-        raise ValueError(f"layer_types {', '.join(sorted(odd_layers))}: all layers must be full_attention")
-    return str(model_type)
+        raise ValueError(f"layer_types {', '.join(odd_layers)}: all layers must be full_attention")
+    return model_type
 
 
 def _ffn_size(config: Mapping[str, Any], model_type: str) -> int:
