@@ -25,7 +25,7 @@ from sglang_hcache.plan.costs import (
     projection_flops,
 )
 from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.plan.shapes import ModelShape, printable
 
 PROFILE_FORMAT = 1
 """Version of the JSON form. A file with another number is refused."""
@@ -85,7 +85,7 @@ class Profile:
     """Costs of one layer of ``model`` on ``machine``.
 
     Raises:
-        ValueError: no tier, or a range of lengths that is empty.
+        ValueError: no tier, a range of lengths that is empty, or a name that cannot be printed.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # also of what it is made of
@@ -105,6 +105,9 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.tiers:
             raise ValueError("tiers must name at least one tier")
+        for name in (self.machine, *self.tiers):
+            if not name.isprintable():
+                raise ValueError(f"machine and tiers must have printable names, got {reprlib.repr(name)}")
         if self.token_range is not None and not 1 <= self.token_range[0] <= self.token_range[1]:
             raise ValueError(f"token_range must be [shortest, longest], got {list(self.token_range)}")
 
@@ -265,7 +268,7 @@ def _check_costs(name: str, curve: CostCurve) -> None:
 
 
 def _explain(error: dict[str, Any]) -> str:
-    where = ".".join(map(str, error["loc"]))
+    where = printable(".".join(map(str, error["loc"])))
     if error["type"] in ("missing", "unexpected_keyword_argument"):
         return f"{where} is {'missing' if error['type'] == 'missing' else 'unknown'}"
     reason = reason_of(error)

@@ -53,12 +53,18 @@ FFN_KINDS = {
 """``model_type`` of a configuration that we can read -> its feed forward network."""
 
 
+def printable(text: str) -> str:
+    """``text`` with what a terminal would obey, or could not show, written as an escape."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder whose layers are all alike.
 
     Raises:
-        ValueError: a size is not a positive number, or too large; or the heads do not share KV heads evenly.
+        ValueError: a size is not a positive number, or too large; the heads do not share KV heads evenly; or the name
+            is not a printable text.
     """
 
     name: str
@@ -80,8 +86,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in _SIZE_FIELDS:
             _check_size(field, getattr(self, field), MAX_LAYERS if field == "num_layers" else MAX_SIZE)
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name must be a text that is not empty, got {self.name!r}")
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
+            raise ValueError(f"name must be a printable text that is not empty, got {self.name!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
 
@@ -138,7 +144,7 @@ class ModelShape:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of {num_heads} heads")
         size = _dtype_bytes(dtype or _served_dtype(config))
         return cls(
-            name=name,
+            name=printable(name),
             num_layers=_size(config, "num_hidden_layers", most=MAX_LAYERS),
             hidden_size=hidden_size,
             num_heads=num_heads,

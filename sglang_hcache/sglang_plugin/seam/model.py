@@ -21,7 +21,7 @@ from sglang_hcache.device.attention import Attention, describe
 from sglang_hcache.device.fingerprint import parts_fingerprint, weights_fingerprint
 from sglang_hcache.device.generic import HIDDEN_STATES, GenericProjector
 from sglang_hcache.device.projector import DescribedProjector, Projector
-from sglang_hcache.plan.shapes import FP8_CACHES, FFNKind, ModelShape
+from sglang_hcache.plan.shapes import FP8_CACHES, FFNKind, ModelShape, printable
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 from sglang_hcache.sglang_plugin.seam.rotation import rotation_problem
 
@@ -322,7 +322,7 @@ def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None, num_ranks: 
 
 
 def _whole_shape(model_config: Any, kv_dtype_bytes: int) -> ModelShape:
-    name = Path(model_config.model_path).name or "model"
+    name = printable(Path(model_config.model_path).name) or "model"
     dtype = str(model_config.dtype).removeprefix("torch.")
     config = model_config.hf_config.to_dict()
     try:

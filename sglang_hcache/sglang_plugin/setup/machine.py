@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_hcache.plan.shapes import printable
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 
 
 def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLike[str]]) -> str:
-    """Processor, device, with what it computes, and directories of the disk tier.
+    """Processor, device, with what it computes, and directories of the disk tier: a text that a profile may hold.
 
     Args:
         computes_by: as :func:`computes_by` returns it.
@@ -23,7 +24,7 @@ def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLik
         model = os.uname().machine
     cores = len(os.sched_getaffinity(0))
     where = ", ".join(sorted(os.fspath(path) for path in directories)) or "no disk tier"
-    return f"{model}, {cores} cores, {device}, {computes_by}; {where}"
+    return printable(f"{model}, {cores} cores, {device}, {computes_by}; {where}")
 
 
 def computes_by(model: ServedModel, attention_backend: str, *, is_cpu: bool) -> str:

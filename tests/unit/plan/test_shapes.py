@@ -81,6 +81,10 @@ def test_bytes_of_a_row():
     assert mha.with_dtype("float32").hidden_row_bytes == 16384
 
 
+def test_an_odd_name_is_written_so_that_a_terminal_shows_it():
+    assert ModelShape.from_config(LLAMA, "a\x1b[31m\udcffä b").name == r"a\x1b[31m\udcffä b"
+
+
 def test_dtype_of_the_caller_wins():
     assert ModelShape.from_config(LLAMA, "m", "float32").kv_dtype_bytes == 4
 
