@@ -87,16 +87,14 @@ class RestoreEngine:
         job.seconds = job.ran_s(job.ended)
         try:
             job.let_go()
-            self._report(job, outcome)
+            logger.debug(
+                "hcache: restore of %d tokens: %s in %.3f s (waited for reads %.3f s, wrote K and V %.3f s) after "
+                "%.3f s in the queue", job.num_tokens, outcome.value, job.seconds, job.waited_s, job.written_s,
+                job.queued_s,
+            )  # fmt: skip
         except Exception:
             if self._may_trace():
                 logger.exception("hcache: a restore did not end as it should")
             self._observer.count("restore.errors")
         finally:  # or every request that finds something would wait for ever
             job.state = outcome  # last: whoever sees it may use the slots again
-
-    def _report(self, job: RestoreJob, outcome: RestoreState) -> None:
-        logger.debug(
-            "hcache: restore of %d tokens: %s in %.3f s (waited for reads %.3f s, wrote K and V %.3f s) after %.3f s "
-            "in the queue", job.num_tokens, outcome.value, job.seconds, job.waited_s, job.written_s, job.queued_s,
-        )  # fmt: skip
