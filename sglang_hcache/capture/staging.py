@@ -54,10 +54,6 @@ class StagingRing:
         self._spans: list[RowSpan] = []  # in order of their rows; also those that were released since
         self._released: deque[RowSpan] = deque()
 
-    @property
-    def num_layers(self) -> int:
-        return self._layout.num_layers
-
     def layers(self, span: RowSpan, first: int, count: int) -> torch.Tensor:
         """The span's rows of ``count`` neighbouring layers of equal rows: a view (count, span.count, width)."""
         width = self._widths[first]
