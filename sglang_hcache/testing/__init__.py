@@ -1,1 +1,1 @@
-"""Fault and latency wrappers, chunks with known bytes, a Zipf order: for tests and benchmarks."""
+"""Fault wrappers, chunks with known bytes, a Zipf order: for tests and benchmarks."""

@@ -1,11 +1,10 @@
-"""Wrappers of a real ``IOEngine`` that fail, dawdle or hang on purpose. Thread-safe where the inner engine is."""
+"""Wrappers of a real ``IOEngine`` that fail or hang on purpose. Thread-safe where the inner engine is."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -86,22 +85,6 @@ def without_sync(num_stripes: int = 1) -> FaultEngine:
     """A real engine that only pretends to sync: for tests that write a lot and lose no power."""
     engine = PosixEngine(num_stripes, 1)
     return FaultEngine(engine, lambda op, _: Fault() if op.kind is IOKind.SYNC else None)
-
-
-class LatencyEngine:
-    """Every batch takes ``delay_s`` seconds longer."""
-
-    def __init__(self, inner: IOEngine, delay_s: float) -> None:
-        self.name = inner.name
-        self._inner = inner
-        self.delay_s = delay_s
-
-    def submit(self, batch: Batch, indices: Iterable[int]) -> None:
-        time.sleep(self.delay_s)
-        self._inner.submit(batch, indices)
-
-    def close(self, timeout_s: float) -> bool:
-        return self._inner.close(timeout_s)
 
 
 class HangingEngine:

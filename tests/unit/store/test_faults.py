@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.io.engine import IOKind, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.testing.io_faults import Fault, FaultEngine, LatencyEngine, always, seeded
+from sglang_hcache.testing.io_faults import Fault, FaultEngine, always, seeded
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
@@ -288,6 +289,6 @@ def is_written(store: DiskStore, keys: tuple[bytes, ...], layers: tuple[int, ...
 
 
 def test_a_slow_device_is_only_slow(config: StoreConfig, open_store: OpenStore) -> None:
-    store = open_store(config, LatencyEngine(PosixEngine(3, 1), 0.005))
+    store = open_store(config, FaultEngine(PosixEngine(3, 1), lambda *_: time.sleep(0.005)))
     write_keys(store, OLD, LAYERS)
     read_keys(store, OLD)
