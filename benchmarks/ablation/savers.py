@@ -17,6 +17,7 @@ from ablation.row_places import places
 from restoring.counted_disk import open_disk
 from restoring.rig import Rig
 from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.copiers import Copiers
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
@@ -85,7 +86,7 @@ class TwoStageSaver:
             host, self._disk, self._observer, write_policy=WritePolicy.WRITE_THROUGH, run_chunks=RUN_CHUNKS
         )
         ring = StagingRing(torch.from_numpy(staging), self._layout, rig.model.dtype)
-        self._assembler = Assembler(ring, self._tiers, self._observer)
+        self._assembler = Assembler(ring, self._tiers, self._observer, Copiers(1))
         self._passes = PassCapture(
             *(ring, self._assembler.publish, self._observer, self._layout.methods),
             load_gather(rig.device.pool, rig.num_layers, is_cpu=True),

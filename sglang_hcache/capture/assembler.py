@@ -43,12 +43,10 @@ class Assembler:
     Args:
         ring: where captured rows lie, of the tiers' layout.
         tiers: where chunks go.
-        copiers: copy whole chunks; closed by the assembler. None: its thread copies everything.
+        copiers: copy what is large; closed by the assembler.
     """
 
-    def __init__(
-        self, ring: StagingRing, tiers: TieredStore, observer: Observer, copiers: Copiers | None = None
-    ) -> None:
+    def __init__(self, ring: StagingRing, tiers: TieredStore, observer: Observer, copiers: Copiers) -> None:
         self._ring = ring
         self._tiers = tiers
         self._observer = observer

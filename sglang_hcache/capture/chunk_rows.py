@@ -57,10 +57,10 @@ class ChunkRows:
     """Writes rows into open slots. One thread calls it.
 
     Args:
-        copiers: copy what is large beside the caller; None: nobody does.
+        copiers: copy what is large; closed with this.
     """
 
-    def __init__(self, host: HostTier, copiers: Copiers | None) -> None:
+    def __init__(self, host: HostTier, copiers: Copiers) -> None:
         self._copiers = copiers
         self._chunks = _chunk_groups(host)
         self._row_bytes = sum(host.layout.row_bytes)
@@ -68,12 +68,11 @@ class ChunkRows:
     @property
     def shares_work(self) -> bool:
         """Whether several threads copy."""
-        return self._copiers is not None
+        return self._copiers.count > 1
 
     def close(self) -> None:
         """The threads beside the caller end."""
-        if self._copiers is not None:
-            self._copiers.close()
+        self._copiers.close()
 
     def copy(self, taken: PassRows, slot: int, first: int, place: int, count: int) -> None:
         """Rows [first, first + count) of the pass to rows [place, place + count) of a chunk."""
@@ -88,7 +87,7 @@ class ChunkRows:
     def copy_whole(self, taken: PassRows, first: int, slots: Sequence[int]) -> None:
         """Rows from ``first`` on, 64 for each of ``slots``."""
         begins = range(first, first + len(slots) * CHUNK_TOKENS, CHUNK_TOKENS)
-        self._carry_out(
+        self._copiers.carry_out(
             [
                 partial(self.copy, taken, slot, begin, 0, CHUNK_TOKENS)
                 for slot, begin in zip(slots, begins, strict=True)
@@ -99,13 +98,11 @@ class ChunkRows:
         """All of ``singles`` by few calls: after each, the interpreter is to be got back from the forward pass."""
         if not singles.rows:
             return
-        parts = 1
-        if self._copiers is not None:
-            shares = len(singles.rows) * self._row_bytes // _WORTH_SHARING_BYTES
-            parts = max(1, min(self._copiers.count, shares))
+        shares = len(singles.rows) * self._row_bytes // _WORTH_SHARING_BYTES
+        parts = max(1, min(self._copiers.count, shares))
         index = [np.array(each) for each in (singles.rows, singles.slots, singles.places)]
         split = [np.array_split(each, parts) for each in index]
-        self._carry_out([partial(self._copy_part, taken, *part) for part in zip(*split, strict=True)])
+        self._copiers.carry_out([partial(self._copy_part, taken, *part) for part in zip(*split, strict=True)])
 
     def _copy_part(
         self,
@@ -119,13 +116,6 @@ class ChunkRows:
         picked = slice(first, end) if end - first == len(rows) else rows
         for chunks, source in zip(self._chunks, taken.groups, strict=True):
             chunks[slots, :, places] = source[:, picked].swapaxes(0, 1)
-
-    def _carry_out(self, copies: list[partial[None]]) -> None:
-        if self._copiers is not None:
-            self._copiers.carry_out(copies)  # a single one by this thread
-            return
-        for copy in copies:
-            copy()
 
 
 def _chunk_groups(host: HostTier) -> list[npt.NDArray[np.uint8]]:

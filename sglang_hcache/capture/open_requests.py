@@ -52,10 +52,10 @@ class OpenRequests:
 
     Args:
         tiers: where chunks go.
-        copiers: copy what is large beside the caller; closed with this. None: nobody does.
+        copiers: copy what is large; closed with this.
     """
 
-    def __init__(self, tiers: TieredStore, observer: Observer, copiers: Copiers | None) -> None:
+    def __init__(self, tiers: TieredStore, observer: Observer, copiers: Copiers) -> None:
         self._tiers = tiers
         self._observer = observer
         self._rows = ChunkRows(tiers.host, copiers)

@@ -11,7 +11,7 @@ from typing import ParamSpec
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
-from sglang_hcache.capture.copiers import copiers_for
+from sglang_hcache.capture.copiers import Copiers, copiers_for
 from sglang_hcache.capture.events import (
     DeviceReset,
     RequestBegins,
@@ -72,7 +72,7 @@ class Saving:
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
         ring = StagingRing(memory, tiers.layout, model.row_dtype, device.pass_rows)
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
-        copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
+        copiers = Copiers(1) if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, observer, copiers)
         on_device = (None, None) if gpu is None else (gpu.ring, gpu.replayed)
         gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)

@@ -63,8 +63,7 @@ class SaveParts:
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         staging = torch.zeros(rows * sum(layout.row_bytes), dtype=torch.uint8)
         self.ring = StagingRing(staging, layout, torch.float32, pass_rows)
-        copiers = Copiers(self.copying_threads) if self.copying_threads > 1 else None
-        self.assembler = Assembler(self.ring, self.tiers, self.counters, copiers)
+        self.assembler = Assembler(self.ring, self.tiers, self.counters, Copiers(self.copying_threads))
 
     def capture(
         self,

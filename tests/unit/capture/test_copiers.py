@@ -44,9 +44,9 @@ def path_with(threads: int, **sizes: int) -> SavePath:
 @pytest.mark.parametrize(("cores", "threads"), [(1, 0), (2, 0), (7, 0), (8, 1), (15, 2), (16, 3), (192, 3)])
 def test_a_quarter_of_the_cores_copies(cores: int, threads: int) -> None:
     copiers = copiers_for(cores)
-    assert (copiers._others if copiers else 0) == threads
-    if copiers is not None:
-        copiers.close()
+    assert (copiers.count - 1, len(of_copiers())) == (threads, threads)
+    copiers.carry_out([lambda: None] * 4)
+    copiers.close()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 20])
