@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ from sglang_hcache.plan.costs import Hardware, LayerCosts
 from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
-from tests.unit.plan.formulas import analytic_costs
 
 SHAPE = NAMED_SHAPES["llama2-7b"]
 
@@ -73,7 +73,8 @@ def test_host_reads_count_the_same_bytes_for_layers_and_whole_chunks(parts):
 
 def costs(tokens: int, io_gb_s: float = 26, fixed_s: float = 0.0) -> LayerCosts:
     hardware = Hardware(flops=197e12, io_bytes_per_s=io_gb_s * 1e9)
-    return analytic_costs(SHAPE, hardware, tokens, io_fixed_s=fixed_s)
+    found = analytic_profile(SHAPE, hardware).costs({"disk": tokens})
+    return replace(found, io_hidden_s=fixed_s + found.io_hidden_s, io_kv_s=fixed_s + found.io_kv_s)
 
 
 def test_closed_forms_give_the_same_share_of_layers_and_of_tokens(parts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -22,8 +21,7 @@ from sglang_hcache.plan.planner import (
     stored_bytes,
 )
 from sglang_hcache.plan.profile import analytic_profile
-from sglang_hcache.plan.shapes import NAMED_SHAPES
-from tests.unit.plan.formulas import analytic_costs
+from sglang_hcache.plan.shapes import NAMED_SHAPES, ModelShape
 
 H, KV, RE = Method.HIDDEN, Method.KV, Method.RECOMPUTE
 
@@ -37,15 +35,12 @@ layer_costs = st.builds(
     compute_recompute_s=seconds,
 )
 gqa_names = st.sampled_from(["llama3-8b", "llama3-70b", "qwen3-8b", "qwen2-7b", "mistral-7b-v0.3"])
-mha_names = st.sampled_from(["llama2-7b", "llama2-13b", "opt-30b", "gemma-7b", "qwen1.5-7b"])
 machines = st.builds(Hardware, flops=st.floats(1e12, 1e15), io_bytes_per_s=st.floats(1e9, 1e11))
-overheads = st.fixed_dictionaries(
-    {
-        "kv_write_bytes_per_s": st.just(math.inf) | st.floats(1e10, 3e12),
-        "io_fixed_s": st.just(0.0) | st.floats(0, 1e-3),
-    }
-)
 lengths = st.integers(1, 2000).map(lambda chunks: chunks * CHUNK_TOKENS)
+
+
+def counted(shape: ModelShape, machine: Hardware, num_tokens: int) -> LayerCosts:
+    return analytic_profile(shape, machine).costs({"disk": num_tokens})
 
 
 def time_of(split: Split, costs: LayerCosts) -> float:
@@ -89,20 +84,6 @@ def test_search_equals_brute_force(costs, num_layers, kind):
     assert plan.total_s == pytest.approx(brute_force(costs, num_layers, kind), rel=1e-9)
     assert plan.total_s == pytest.approx(time_of(plan.split, costs), rel=1e-9)
     assert len(plan.methods) == num_layers
-
-
-@given(name=mha_names | gqa_names, machine=machines, length=lengths, more=overheads)
-def test_search_equals_brute_force_for_real_models(name, machine, length, more):
-    shape = replace(NAMED_SHAPES[name], num_layers=12)
-    costs = analytic_costs(shape, machine, length, **more)
-    assert search(costs, 12).total_s == pytest.approx(brute_force(costs, 12, PlanKind.AUTO), rel=1e-9)
-
-
-@given(costs=layer_costs, num_layers=st.integers(1, 12))
-def test_baselines_are_never_faster(costs, num_layers):
-    best = search(costs, num_layers).total_s
-    for kind in PlanKind:
-        assert search(costs, num_layers, kind).total_s >= best * (1 - 1e-8)
 
 
 def test_equally_fast_plans_spare_the_device():
@@ -192,7 +173,7 @@ def test_closed_form_of_equal_speeds_is_hidden_states_only():
 
 
 def test_closed_form_refuses_what_it_does_not_cover():
-    gqa = analytic_costs(NAMED_SHAPES["llama3-8b"], Hardware(flops=2e14, io_bytes_per_s=2e10), 4096)
+    gqa = counted(NAMED_SHAPES["llama3-8b"], Hardware(flops=2e14, io_bytes_per_s=2e10), 4096)
     with pytest.raises(ValueError, match="slower to read than hidden states"):
         closed_form(gqa, 32)
     with pytest.raises(ValueError, match="at least one layer"):
@@ -202,19 +183,19 @@ def test_closed_form_refuses_what_it_does_not_cover():
 # --- grouped-query attention ---
 
 
-@given(name=gqa_names, machine=machines, length=lengths, more=overheads)
-@example("llama3-8b", Hardware(flops=4e14, io_bytes_per_s=2.6e10), 4096, {})
-def test_gqa_never_stores_hidden_states(name, machine, length, more):
+@given(name=gqa_names, machine=machines, length=lengths)
+@example("llama3-8b", Hardware(flops=4e14, io_bytes_per_s=2.6e10), 4096)
+def test_gqa_never_stores_hidden_states(name, machine, length):
     """They are larger than K and V, and must be projected as well."""
     shape = NAMED_SHAPES[name]
-    costs = analytic_costs(shape, machine, length, **more)
+    costs = counted(shape, machine, length)
     assert search(costs, shape.num_layers).split.hidden == 0
     assert H not in plan_stored(costs, shape.num_layers)
 
 
 def test_gqa_mixes_k_and_v_with_recomputing():
     shape = NAMED_SHAPES["llama3-8b"]
-    costs = analytic_costs(shape, Hardware(flops=4e14, io_bytes_per_s=7e9), 4096)
+    costs = counted(shape, Hardware(flops=4e14, io_bytes_per_s=7e9), 4096)
     plan = search(costs, 32)
     assert plan.split.recompute > 0
     assert plan.split.kv > 0
@@ -275,14 +256,14 @@ def test_layers_are_recomputed_only_for_a_gain(stored, costs, least_gain):
 
 
 def test_slow_tier_is_left_alone():
-    costs = analytic_costs(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=1e7), 1024)
+    costs = counted(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=1e7), 1024)
     assert fastest_restore((H,) * 32, costs).num_recompute == 32
 
 
 def test_load_moves_work_to_the_idle_resource():
     """What is stored stays; a busy tier makes a restore recompute, a busy device does not."""
     shape = NAMED_SHAPES["llama2-7b"]
-    costs = analytic_costs(shape, Hardware(flops=2e14, io_bytes_per_s=24e9), 2048)
+    costs = counted(shape, Hardware(flops=2e14, io_bytes_per_s=24e9), 2048)
     stored = plan_stored(costs, 32)
     recomputed = [
         fastest_restore(stored, costs.scaled(io=io, compute=compute)).num_recompute

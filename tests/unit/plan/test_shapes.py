@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from sglang_hcache.plan.shapes import NAMED_SHAPES, FFNKind, ModelShape
+from sglang_hcache.plan.shapes import NAMED_SHAPES, ModelShape
 
 LLAMA = {
     "model_type": "llama",
@@ -42,24 +40,6 @@ def test_config_of_a_published_model_gives_its_named_shape():
         "torch_dtype": "bfloat16",
     }
     assert ModelShape.from_config(gemma, "gemma-7b") == NAMED_SHAPES["gemma-7b"]
-
-
-def test_config_that_transformers_writes(tmp_path):
-    import transformers
-
-    config = transformers.Qwen3Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        dtype="float32",
-    )
-    config.save_pretrained(tmp_path)
-    shape = ModelShape.from_config(json.loads((tmp_path / "config.json").read_text()), "tiny")
-    assert (shape.attention_size, shape.kv_size, shape.hidden_row_bytes) == (256, 128, 256)
-    assert shape.ffn is FFNKind.GATED
 
 
 @pytest.mark.parametrize("shape", NAMED_SHAPES.values(), ids=lambda shape: shape.name)

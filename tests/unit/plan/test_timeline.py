@@ -87,17 +87,6 @@ def test_spread_k_and_v_come_after_the_hidden_states_they_wait_behind():
     assert [methods[layer] for layer in order] == [H, H, KV, H, H, KV]
 
 
-@settings(deadline=None)  # a busy machine
-@given(methods=layers(), costs=layer_costs)
-def test_blocks_equal_steps(methods, costs):
-    counts = [np.array([methods.count(method)]) for method in (RE, H, KV)]
-    total, io, compute = block_totals(*counts, costs)
-    timeline = best_timeline(methods, costs)
-    assert total[0] == pytest.approx(timeline.total_s, rel=1e-9, abs=1e-12)
-    assert io[0] == pytest.approx(timeline.io_s, rel=1e-9, abs=1e-12)
-    assert compute[0] == pytest.approx(timeline.compute_s, rel=1e-9, abs=1e-12)
-
-
 @settings(deadline=None)
 @given(methods=layers(), costs=layer_costs, share=st.floats(0, 1))
 def test_what_two_that_share_cores_take(methods, costs, share):
