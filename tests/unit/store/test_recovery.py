@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +25,6 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
-    make_key,
     make_keys,
     make_run,
     match_keys,
@@ -79,22 +75,6 @@ def test_a_restart_serves_what_was_stored(
     assert counters["store.runs_lost"] == 0
     write_keys(store, make_keys(900, 4), LAYERS)
     read_keys(store, make_keys(900, 4))
-
-
-@pytest.mark.parametrize(
-    "value", ["", '{"name": "hh', "[1]", "7", "null", 100_000 * "[", '{"name": 5}', '{"name": null}']
-)
-def test_notes_that_make_no_sense_are_forgotten(
-    closed: StoreConfig, open_store: OpenStore, value: str
-) -> None:
-    for folder in closed.dirs:
-        write_state(folder, meta={"namespaces": value})
-    store = open_store(closed)
-    assert not store.namespaces.get("name")
-    assert readable(store) == list(range(RUNS))
-    store.namespaces.put("name", {"model": "later"})
-    store.close()
-    assert open_store(closed).namespaces.get("name") == {"model": "later"}
 
 
 def test_of_several_notes_those_that_make_sense_stay() -> None:
@@ -307,52 +287,6 @@ def test_a_start_does_not_believe_a_file_under_another_name(
     swapped = store.stats()
     assert swapped.runs < RUNS
     readable(store)
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from sglang_hcache.core.errors import StoreLockedError
-from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore
-from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
-base, first, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-store = DiskStore.open(small_config(base, 2, size=size, segment=2**19), Counters())
-for turn in range(100_000):
-    number = first + turn
-    write_keys(store, make_keys(10 * number, 4), (8192, 5000, 8192))
-    print(number, flush=True)
-"""
-
-
-def run_and_kill(base: Path, first: int, size: int, runs: int) -> list[int]:
-    """Start a writing process, kill it -9 some time after it has written ``runs``; returns what it reported."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(base), str(first), str(size)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    acknowledged = [int(process.stdout.readline()) for _ in range(runs)]
-    process.send_signal(signal.SIGKILL)
-    rest, _ = process.communicate()
-    return acknowledged + [int(line) for line in rest.split("\n")[:-1]]
-
-
-def test_kill_9_while_evicting_leaves_only_verified_data_within_the_cap(
-    tmp_path: Path, open_store: OpenStore, counters: Counters
-) -> None:
-    size = 8 * 2**20
-    config = small_config(tmp_path, 2, size=size, segment=2**19)
-    for turn in range(2):
-        written = run_and_kill(tmp_path, 10_000 * turn, size, 60 + 7 * turn)
-        store = open_store(config)
-        assert physical_bytes(config.dirs) <= size
-        assert match_keys(store, make_keys(10 * written[-1], 4)) == 4
-        for number in written:
-            if store.contains(make_key(10 * number)):
-                read_keys(store, make_keys(10 * number, 4))
-        assert store.stats().runs < len(written)
-        store.close()
-    assert counters["store.corrupt_extents"] == 0
 
 
 def left_by_a_killed_clearing(config: StoreConfig, number: int) -> list[Path]:
