@@ -29,15 +29,6 @@ def put(tier: HostTier, name: int, behind: int | None = None) -> int:
     return slot
 
 
-def test_the_least_recently_used_clean_chunk_goes_first() -> None:
-    tier = host(3)
-    for name in (1, 2, 3):
-        put(tier, name)
-    tier.touch([info(1).key])
-    put(tier, 4)
-    assert [info(name).key in tier for name in (1, 2, 3, 4)] == [True, False, True, True]
-
-
 def test_a_chunk_that_is_written_is_no_younger_for_it() -> None:
     """Or what is used once, and is written when the device drops it, would stay longer than what is used again."""
     tier = host(3, keep_dirty=True)
@@ -71,51 +62,6 @@ def test_what_has_gone_was_used_no_later_than_is_said() -> None:
     assert tier.gone_use == 2
 
 
-def test_pins_are_counted_by_what_is_pinned() -> None:
-    tier = host(4, keep_dirty=True)
-    for name in (1, 2, 3):
-        put(tier, name)
-    slots = [tier.pin(info(name).key) for name in (1, 2)]
-    assert slots[0] is not None
-    assert tier.counts(pinned=False) == (1, 0, 1)
-    tier.mark_clean(info(1).key, slots[0])
-    assert tier.counts(pinned=False) == (1, 0, 1)
-    tier.unpin(info(1).key, slots[0])
-    assert tier.counts(pinned=False) == (1, 1, 1)
-    tier.mark_dirty([info(1).key])
-    assert tier.counts(pinned=False) == (1, 0, 2)
-    tier.give_up_dirty()
-    assert tier.counts(pinned=False) == (1, 2, 0)
-
-
-def test_reading_a_prefix_from_its_head_on_does_not_evict_its_head_first() -> None:
-    tier = host(3)
-    keys = [info(name).key for name in (1, 2, 3)]
-    for name in (1, 2, 3):
-        put(tier, name)
-    tier.touch(keys)
-    for key in keys:
-        slot = tier.pin(key)
-        assert slot is not None
-        tier.unpin(key, slot)
-    put(tier, 4)
-    assert [key in tier for key in keys] == [True, True, False]
-
-
-def test_pinned_and_dirty_chunks_stay() -> None:
-    tier = host(2, keep_dirty=True)
-    put(tier, 1)
-    put(tier, 2)
-    assert tier.reserve() is None
-    slot = tier.pin(info(1).key)
-    assert slot is not None
-    tier.mark_clean(info(1).key, slot)
-    assert tier.reserve() is None
-    tier.unpin(info(1).key, slot)
-    assert tier.reserve() == slot
-    assert info(2).key in tier
-
-
 def test_a_chunk_made_anew_is_not_clean_because_the_old_one_was_written() -> None:
     tier = host(2, keep_dirty=True)
     put(tier, 1)
@@ -141,15 +87,6 @@ def test_what_is_not_on_disk_is_written_also_if_it_would_be_there_for_good() -> 
     assert slot is not None
     tier.seal(slot, info(1), on_disk=False, for_good=True)
     assert tier.dirty_info(info(1).key) == info(1)
-
-
-def test_a_chunk_sealed_twice_is_kept_once() -> None:
-    tier = host(2)
-    put(tier, 1)
-    slot = tier.reserve()
-    assert slot is not None
-    assert not tier.seal(slot, info(1), on_disk=False)
-    assert tier.counts() == (1, 1, 0)
 
 
 def test_forgetting_leaves_pinned_bytes_in_place_until_the_reader_is_done() -> None:
