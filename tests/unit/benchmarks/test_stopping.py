@@ -130,23 +130,6 @@ def test_what_is_there_is_written(
     ]
 
 
-def test_what_was_measured_before_an_error_is_printed_and_written(
-    parts: SimpleNamespace, tmp_path: Path
-) -> None:
-    (out := tmp_path / "out").mkdir()
-
-    def measure(_scratch: Path, found: Any) -> None:
-        found.expect(["alpha 0", "alpha 1"])
-        found.add("alpha 0", [{"name": "alpha 0"}])
-        raise ZeroDivisionError
-
-    shown: list[dict[str, Any]] = []
-    with pytest.raises(ZeroDivisionError):
-        carry_out(parts, tmp_path, measure, out=out, shown=shown)
-    assert [data["missing"] for data in shown] == [["alpha 1"]]
-    assert json.loads((out / "x.json").read_text())["missing"] == ["alpha 1"]
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_what_nobody_reads_is_written(as_json: bool, tmp_path: Path) -> None:
     """``tee`` got Ctrl-C as well. The exit status is that of the signal."""
@@ -215,12 +198,6 @@ def test_a_signal_that_is_ignored_stays_ignored(parts: SimpleNamespace, tmp_path
         signal.signal(signal.SIGHUP, old)
 
 
-def test_a_whole_run_is_complete(parts: SimpleNamespace, tmp_path: Path) -> None:
-    status, (data,) = carry_out(parts, tmp_path, measure_until(None), out=None)
-    assert (status, data["complete"], data["missing"]) == (0, True, [])
-    assert not list(tmp_path.iterdir())
-
-
 def test_without_out_it_is_shown_only(
     parts: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,15 +239,6 @@ def test_a_signal_after_the_last_row_loses_nothing(
     assert "not measured: nothing is missing" in capsys.readouterr().err
 
 
-def test_an_error_is_an_error(parts: SimpleNamespace, tmp_path: Path) -> None:
-    def measure(_scratch: Path, _found: Any) -> None:
-        raise OSError("no disk")
-
-    with pytest.raises(OSError, match="no disk"):
-        carry_out(parts, tmp_path, measure, out=None)
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_error_loses_nothing_that_was_measured(parts: SimpleNamespace, tmp_path: Path) -> None:
     def measure(scratch: Path, found: Any) -> None:
         measure_until(None)(scratch, found)
@@ -278,11 +246,14 @@ def test_an_error_loses_nothing_that_was_measured(parts: SimpleNamespace, tmp_pa
         raise OSError("the server has gone")
 
     (out := tmp_path / "out").mkdir()
+    shown: list[dict[str, Any]] = []
     with pytest.raises(OSError, match="the server has gone"):
-        carry_out(parts, tmp_path, measure, out=out)
+        carry_out(parts, tmp_path, measure, out=out, shown=shown)
     data = json.loads((out / "x.json").read_text())
     assert (data["complete"], data["missing"]) == (False, ["alpha 2: kv"])
     assert len(data["rows"]) == 2
+    assert shown == [data]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # -- reports -------------------------------------------------------------------------------------
