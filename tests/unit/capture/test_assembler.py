@@ -79,14 +79,6 @@ def state(layer: int, position: int, token: int) -> torch.Tensor:
     return torch.tensor(values * (WIDTHS[layer] // 4), dtype=torch.float32)
 
 
-@pytest.fixture(autouse=True, scope="module", params=[1, 3], ids=["one thread", "three threads"])
-def _copying_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """All that is tested here holds for both."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SaveParts, "copying_threads", request.param)
-        yield
-
-
 @pytest.fixture
 def path() -> Iterator[SavePath]:
     made = SavePath()

@@ -86,24 +86,6 @@ def test_rows_between_which_others_are_not_saved(path: SavePath) -> None:
     assert not path.counters["capture.errors"]
 
 
-def test_a_prompt_in_the_same_pass(path: SavePath, calls: list[int]) -> None:
-    requests = Decoding(path, 5)
-    path.begin("new", [])
-    requests.tokens["new"], requests.done["new"] = list(range(2_000_000, 2_000_400)), 0
-    for _ in range(3):
-        parts = [("new", requests.done["new"], requests.tokens["new"][requests.done["new"] :][:100])]
-        parts += [
-            (f"r{n}", done, [requests.tokens[f"r{n}"][done]])
-            for n, done in enumerate(list(requests.done.values())[:5])
-        ]
-        path.forward(parts)
-        for rid, _, tokens in parts:
-            requests.done[rid] += len(tokens)
-    path.settle()
-    assert sum(calls) == 15
-    requests.assert_saved(list(requests.done))
-
-
 def test_rows_that_staging_had_no_room_for_cost_their_requests_only(
     path: SavePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

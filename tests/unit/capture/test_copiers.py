@@ -23,6 +23,7 @@ _TIMEOUT_S = 30.0
 @pytest.fixture
 def copiers() -> Iterator[Copiers]:
     made = Copiers(3)
+    assert len(of_copiers()) == 2
     yield made
     made.close()
     assert not of_copiers()
@@ -102,10 +103,6 @@ def test_a_thread_that_cannot_begin_is_an_error_of_the_start(monkeypatch: pytest
     with pytest.raises(RuntimeError):
         Copiers(3)
     assert not of_copiers()
-
-
-def test_all_threads_are_there_from_the_start(copiers: Copiers) -> None:
-    assert len(of_copiers()) == 2
 
 
 def test_where_nothing_can_be_handed_over_nothing_is_under_way(

@@ -20,7 +20,7 @@ def empty_ring() -> StagingRing:
     return StagingRing(torch.zeros(ROWS * sum(LAYOUT.row_bytes), dtype=torch.uint8), LAYOUT, torch.float32)
 
 
-@given(st.lists(st.one_of(st.integers(1, ROWS), st.none()), max_size=60), st.randoms())
+@given(st.lists(st.one_of(st.integers(1, ROWS + 1), st.just(1), st.none()), max_size=60), st.randoms())
 def test_spans_never_overlap_and_everything_comes_back(steps: list[int | None], random: object) -> None:
     ring = empty_ring()
     held: list[RowSpan] = []
@@ -70,11 +70,6 @@ def test_what_another_thread_releases_is_there_again() -> None:
     assert ring.reserve(ROWS) is not None
 
 
-def test_more_rows_than_the_ring_has_are_refused() -> None:
-    ring = empty_ring()
-    assert ring.reserve(ROWS + 1) is None
-
-
 def test_large_spans_leave_gaps_for_whole_passes() -> None:
     ring = StagingRing(
         torch.zeros(ROWS * sum(LAYOUT.row_bytes), dtype=torch.uint8), LAYOUT, torch.float32, pass_rows=10
@@ -100,18 +95,6 @@ def test_large_spans_leave_gaps_for_whole_passes() -> None:
     assert ring.reserve(12) is None, "what is larger than a pass has no place of its own, ..."
     ring = empty_ring()
     assert ring.reserve(12) is not None, "... but takes what there is"
-
-
-def test_rows_are_reused_in_a_circle() -> None:
-    ring = empty_ring()
-    first, second = ring.reserve(8), ring.reserve(8)
-    assert first is not None
-    assert second is not None
-    assert ring.reserve(8) is None
-    ring.release(first)
-    third = ring.reserve(8)
-    assert third is not None
-    assert third.first == 0
 
 
 def test_a_span_has_rows_of_its_own_for_every_layer() -> None:
