@@ -124,6 +124,16 @@ def test_tenants_of_one_batch(server: TierServer) -> None:
     assert ask("blue", "green") == [384, 0]
 
 
+@pytest.mark.parametrize(
+    ("ask", "key"), [(by_prediction, [5]), (by_prediction, [{}]), (by_extra_key, ["red"])]
+)
+def test_keys_that_are_no_text(server: TierServer, ask: Callable[[TierServer, Any], int], key: Any) -> None:
+    """SGLang lets them through to its scheduler, which by itself does not survive those that cannot be hashed."""
+    for tenant in (key, key, "red"):
+        assert ask(server, tenant) == 0
+        server.to_tiers()
+
+
 MESSAGES = [{"role": "user", "content": TEXT}]
 WITHOUT_TENANTS = {
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},

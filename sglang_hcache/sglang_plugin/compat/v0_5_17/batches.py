@@ -26,9 +26,11 @@ def keep_apart(req: Req, adapters: Adapters | None) -> None:
 
     SGLang 0.5.17 looks nothing up for a request that replaces embeddings of some tokens (``/v1/score``), but files its
     KV under those tokens: others would start on it, and what they compute behind it would be saved. A request without
-    an adapter, whose ``extra_key`` is an adapter's id, it takes for one with it.
+    an adapter, whose ``extra_key`` is an adapter's id, it takes for one with it. Not all of its APIs check that an
+    ``extra_key`` is text.
     """
-    if req.positional_embed_overrides is not None or _poses(req, adapters):
+    has_odd_key = not isinstance(req.extra_key, str | None)
+    if has_odd_key or req.positional_embed_overrides is not None or _poses(req, adapters):
         req.extra_key = secrets.token_hex(16)
 
 

@@ -118,6 +118,21 @@ def test_replaced_embeddings_are_filed_where_nobody_looks(request_with: Callable
     assert len(keys - {"red", None}) == 2
 
 
+@pytest.mark.parametrize("key", [5, 0, ["a"], {}])
+def test_a_key_that_is_no_text_is_shared_with_nobody(request_with: Callable[..., Any], key: Any) -> None:
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import keep_apart, prompt_of
+
+    keys = set()
+    for _ in range(2):
+        req = request_with(extra_key=key)
+        keep_apart(req, OneAdapter())
+        prompt = prompt_of(req)
+        assert prompt is not None
+        keys.add(prompt.tenant)
+    assert len(keys) == 2
+    assert all(isinstance(key, str) for key in keys)
+
+
 class OneAdapter:
     """Our ``Adapters``."""
 
