@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -27,7 +26,7 @@ def apply(targets: Mapping[str, Hook]) -> None:
     Raises:
         ConfigError: SGLang, which only logs a hook that fails, did not apply one of them.
     """
-    with _one_search():
+    with _few_searches():
         for target, (hook, kind) in targets.items():
             registered = HookRegistry._hooks[target]
             if any(other is hook for _, other, _ in registered):
@@ -47,35 +46,18 @@ def apply(targets: Mapping[str, Hook]) -> None:
 
 
 @contextmanager
-def _one_search() -> Iterator[None]:
-    """Replace what modules have imported of the functions that are hooked inside, in one search for all of them.
+def _few_searches() -> Iterator[None]:
+    """Let SGLang search all modules for what they have imported of a function only if it is a module's.
 
-    SGLang's own goes through thousands of modules for each: seconds of every start, for two dozen hooks.
+    Nobody imports methods, which most of those are that we hook; and each search takes a tenth of a second.
     """
     search = hook_registry._propagate_patch
-    hooked: dict[int, tuple[object, object]] = {}
 
-    def note(original: object, wrapped: object, _source: object) -> int:
-        hooked[id(original)] = original, wrapped  # with the original, so that its id stays its own
-        return 0
+    def search_for_functions(original: object, wrapped: object, source: object) -> int:
+        return search(original, wrapped, source) if isinstance(source, ModuleType) else 0
 
-    hook_registry._propagate_patch = note
+    hook_registry._propagate_patch = search_for_functions
     try:
         yield
     finally:
         hook_registry._propagate_patch = search
-        modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-        for module in modules if hooked else ():
-            names = dict(vars(module))  # another thread may import something meanwhile
-            if hooked.keys().isdisjoint(map(id, names.values())):
-                continue  # nearly always: they have 330,000 names
-            for name, value in names.items():
-                if id(value) in hooked:
-                    setattr(module, name, _newest(value, hooked))
-
-
-def _newest(function: object, hooked: Mapping[int, tuple[object, object]]) -> object:
-    """What ``function`` has become; it may be hooked more than once."""
-    while id(function) in hooked:
-        _, function = hooked[id(function)]
-    return function
