@@ -278,9 +278,7 @@ class Demoter:
         finally:
             for info, slot in reversed(pinned):  # in the order of their last uses
                 if is_settled:
-                    # What is deleted for its age must not come back by a later use.
-                    for_good = self._disk.has_max_age and self._disk.contains(info.key)
-                    self._host.mark_clean(info.key, slot, for_good=for_good)
+                    self._host.mark_clean(info.key, slot)
                 self._host.unpin(info.key, slot)
             with self._changed:
                 self._keeps_up = True

@@ -132,14 +132,10 @@ class HostTier(SlotMemory):
         with self._lock:
             self._free[slot] = None
 
-    def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool, for_good: bool = False) -> bool:
-        """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already.
-
-        Args:
-            for_good: as in :meth:`mark_clean`, if it is on disk.
-        """
+    def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
+        """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
         with self._lock:
-            if not self._enter(slot, info.key, None if on_disk and for_good else info):
+            if not self._enter(slot, info.key, info):
                 return False
             if self.keep_dirty and not on_disk:
                 self._dirty[info.key] = self._entries[info.key]
@@ -247,26 +243,17 @@ class HostTier(SlotMemory):
             found = (entry.info for entry in self._dirty.values() if pinned or not entry.pins)
             return list(itertools.islice(filter(None, found), count))
 
-    def mark_clean(self, key: ChunkKey, slot: int, *, for_good: bool = False) -> None:
+    def mark_clean(self, key: ChunkKey, slot: int) -> None:
         """The chunk in ``slot``, still pinned, is on disk now, or could not be written: it may be evicted.
 
         Nothing happens to one of that name that came after everything was forgotten.
-
-        Args:
-            for_good: never write it again.
         """
         with self._lock:
             if key in self._dirty and self._entries[key].slot == slot:
                 self._set_clean(key)
-                if for_good:
-                    self._entries[key].info = None
 
-    def disk_opened(self, is_on_disk: Callable[[ChunkKey], bool], *, for_good: bool) -> None:
-        """There is a disk tier from now on: what is here already has to be written, but for what is on it.
-
-        Args:
-            for_good: never write the latter.
-        """
+    def disk_opened(self, is_on_disk: Callable[[ChunkKey], bool]) -> None:
+        """There is a disk tier from now on: what is here already has to be written, but for what is on it."""
         with self._lock:
             self.keep_dirty = True
             keys = [key for key, _ in self._oldest_clean()]
@@ -275,8 +262,6 @@ class HostTier(SlotMemory):
             for key, entry in ((key, self._entries[key]) for key in keys if key in self._entries):
                 if key not in stored:
                     self._set_dirty(key, entry)
-                elif for_good and key not in self._dirty:
-                    entry.info = None
 
     def mark_dirty(self, keys: Iterable[ChunkKey]) -> None:
         """Those of ``keys`` that are here are not on disk, whatever was thought: they have to be written."""

@@ -137,7 +137,7 @@ class TieredStore:
                 demoter.clear_disk()
             # In this order: who sees the disk asks whether it is cleared.
             self._demoter, self._clears_late, self.disk = demoter, False, disk
-            self.host.disk_opened(self._is_on_disk, for_good=disk.has_max_age)
+            self.host.disk_opened(self._is_on_disk)
         logger.info("hcache: the disk tier is open now, with %d chunks in it", disk.stats().chunks)
 
     def _still_left_out(self, why: str) -> None:
@@ -167,9 +167,7 @@ class TieredStore:
 
     def seal(self, slot: int, info: ChunkInfo) -> None:
         """Publish the filled host ``slot`` as ``info``. Never waits for I/O."""
-        on_disk = self._is_on_disk(info.key)
-        expires = on_disk and self.disk is not None and self.disk.has_max_age
-        if not self.host.seal(slot, info, on_disk=on_disk, for_good=expires):
+        if not self.host.seal(slot, info, on_disk=self._is_on_disk(info.key)):
             self._observer.count("host.duplicate_chunks")
             return
         self._observer.count("host.chunks_sealed")
@@ -230,8 +228,9 @@ class TieredStore:
         if self.disk is None or self._demoter is None:
             return
         self.disk.touch(keys)
-        if self._demoter.takes_writes:
-            # Written once, and lost with a disk, or refused when the write budget was short: now it is worth a write.
+        # Written once, and lost with a disk, or refused when the write budget was short: now it is worth a write. But
+        # what was deleted for its age must not come back.
+        if self._demoter.takes_writes and not self.disk.has_max_age:
             self.host.mark_dirty([key for key in reversed(keys) if not self.disk.contains(key)])
 
     def lease(self, keys: Sequence[ChunkKey], *, promote: bool = False) -> ChunkLease:

@@ -77,16 +77,8 @@ def test_a_chunk_made_anew_is_not_clean_because_the_old_one_was_written() -> Non
 def test_what_turns_dirty_while_a_late_disk_is_looked_through_is_written() -> None:
     tier = host(1)
     put(tier, 1)
-    tier.disk_opened(lambda key: tier.mark_dirty([key]) is None, for_good=True)
+    tier.disk_opened(lambda key: tier.mark_dirty([key]) is None)
     assert tier.oldest_dirty(1) == [info(1)]
-
-
-def test_what_is_not_on_disk_is_written_also_if_it_would_be_there_for_good() -> None:
-    tier = host(1, keep_dirty=True)
-    slot = tier.reserve()
-    assert slot is not None
-    tier.seal(slot, info(1), on_disk=False, for_good=True)
-    assert tier.dirty_info(info(1).key) == info(1)
 
 
 def test_forgetting_leaves_pinned_bytes_in_place_until_the_reader_is_done() -> None:

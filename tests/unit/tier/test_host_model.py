@@ -89,13 +89,13 @@ class HostModel(RuleBasedStateMachine):
         self.tier.release(self.opened.pop()[0])
 
     @precondition(lambda self: self.opened)
-    @rule(name=NAMES, on_disk=st.booleans(), for_good=st.booleans())
-    def seal(self, name: int, on_disk: bool, for_good: bool) -> None:
+    @rule(name=NAMES, on_disk=st.booleans())
+    def seal(self, name: int, on_disk: bool) -> None:
         slot, _ = self.opened.pop()
         info = ChunkInfo(key(name), bytes(32), 0, bytes(16))
         is_new = name not in self.slots
-        assert self.tier.seal(slot, info, on_disk=on_disk, for_good=for_good) == is_new
-        if is_new and not (on_disk and for_good):
+        assert self.tier.seal(slot, info, on_disk=on_disk) == is_new
+        if is_new:
             self.writable.add(name)
         self.enter(name, slot, self.dirty if self.keep_dirty and not on_disk else self.used)
 
@@ -165,15 +165,13 @@ class HostModel(RuleBasedStateMachine):
         self.tier.unpin(key(name), slot)
 
     @precondition(lambda self: self.pins)
-    @rule(data=st.data(), for_good=st.booleans())
-    def mark_clean(self, data: Any, for_good: bool) -> None:
+    @rule(data=st.data())
+    def mark_clean(self, data: Any) -> None:
         name, slot = data.draw(st.sampled_from(self.pins))
-        self.tier.mark_clean(key(name), slot, for_good=for_good)
+        self.tier.mark_clean(key(name), slot)
         if self.slots.get(name) == slot and name in self.dirty:
             self.dirty.remove(name)
             self.written.append(name)
-            if for_good:
-                self.writable.discard(name)
 
     @rule(names=PREFIXES)
     def mark_dirty(self, names: list[int]) -> None:
@@ -196,7 +194,7 @@ class HostModel(RuleBasedStateMachine):
         for name in names:
             self.reserve(behind=None)
             if self.opened:
-                self.seal(name, on_disk=False, for_good=False)
+                self.seal(name, on_disk=False)
             if pinned:
                 self.pin(name)
 
