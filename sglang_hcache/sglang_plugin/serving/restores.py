@@ -224,8 +224,6 @@ class RestoreCoordinator:
         self._ranks.sync(waiting=len(self.waiting), restoring=self.running.tokens, **device)
         self._maker.give_up_late(self.running)
         self.reap()
-        for rid in self.waiting.gone(self._ranks.now()):
-            self.drop(rid)
         self._relieve()
         self._starter.start_pending()
         self._maker.advance(self.running)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 from sglang_hcache.core.keys import ChunkKey
@@ -11,7 +10,6 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, Node, QueuedRequest, SchedulerView
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 
-_LOOK_EVERY_S = 1.0
 _LONG_ROUND_S = 1.0
 _MOST_LOOKED_UP = 16  # at once: matching a long prompt takes time between passes of others
 _MOST_LOOKED_AT = 64  # for room: seldom are so many admitted before the next look
@@ -51,7 +49,6 @@ class Waiting:
         self._observer = observer
         self._tickets: dict[str, Ticket] = {}
         self.clock = clock
-        self._last_look = -math.inf
         self.pinned_tokens = 0
         """Those that were restored and are pinned."""
 
@@ -124,19 +121,6 @@ class Waiting:
         queue = self._scheduler.waiting() if outdated else ()
         tickets = (outdated[request.rid] for request in queue if request.rid in outdated)
         return list(itertools.islice(tickets, _MOST_LOOKED_UP))
-
-    def gone(self, now: float) -> list[str]:
-        """Those whose requests left the queue without telling us. Looks once a second, by a clock that never stands
-        still.
-        """
-        if now - self._last_look < _LOOK_EVERY_S:
-            return []
-        self._last_look = now
-        waiting = {request.rid for request in self._scheduler.waiting()}
-        gone = [rid for rid in self._tickets if rid not in waiting]
-        if gone:
-            self._observer.count("restore.tickets_pruned", len(gone))
-        return gone
 
     @property
     def num_restoring(self) -> int:

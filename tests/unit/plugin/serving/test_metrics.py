@@ -34,7 +34,7 @@ LABELS = {"model_name": "m", "tp_rank": "0"}
 NOT_EXPORTED = {
     "lookup.requests",  # hits and misses
     "restore.tokens",  # by tier
-    "restore.layers_recomputed", "restore.tickets_pruned",
+    "restore.layers_recomputed",
     "capture.requests_out_of_order",
     "store.chunks_written",  # demoted
     "store.runs_recovered",

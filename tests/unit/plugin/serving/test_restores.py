@@ -25,7 +25,7 @@ from sglang_hcache.restore.pace import Pace
 from sglang_hcache.restore.pipeline import NUM_READERS
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
-from sglang_hcache.sglang_plugin.serving import line, restores, room, starting, tickets, waiting
+from sglang_hcache.sglang_plugin.serving import line, restores, room, starting, tickets
 from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
@@ -558,19 +558,6 @@ def test_pins_that_block_the_queue_are_given_back(world: World, monkeypatch: pyt
     world.restore()
     world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
     world.assert_clean()
-
-
-def test_a_request_that_vanished_does_not_hold_anything(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.store(tokens(1, 4))
-    world.queue("a", tokens(1, 4))
-    world.restore()
-    world.scheduler.line.clear()
-    monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 0.0)
-    world.coordinator.tick()
-    world.assert_clean()
-    assert world.coordinator.waiting.phases() == {"resolved": 0, "pending": 0, "running": 0, "pinned": 0}
 
 
 @pytest.fixture
