@@ -1,6 +1,7 @@
 """The plugin's entry point (group ``sglang.srt.plugins``).
 
 Everything is imported where it is needed: SGLang loads this in all its processes, also of a server without the tier.
+What another release of SGLang may lack is imported once the release is checked.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ def _add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: obj
 def _from_arguments(original: Callable[..., Any], cls: type, args: argparse.Namespace, *rest: object) -> Any:
     """Maps our flags onto SGLang's fields before construction."""
     from sglang_hcache.sglang_plugin.launch import flags
+    from sglang_hcache.sglang_plugin.seam import release
 
     with flags.errors_end_the_start():
         if not flags.wants_tier(args):
             if getattr(args, "hcache_cpu_fixes", False):
-                _check_release(flags.CPU_FIXES_FLAG)
+                release.check(flags.CPU_FIXES_FLAG)
             flags.prepare_without_tier(args)
             return original(cls, args, *rest)
-        _check_release(flags.TIER_FLAG)
+        release.check(flags.TIER_FLAG)
         from sglang_hcache.sglang_plugin.launch import tier_arguments
 
         return tier_arguments.construct(original, cls, args, *rest)
@@ -50,10 +52,11 @@ def _configure_scheduler(*args: object, **kwargs: object) -> None:
     if server_args is None:
         return
     from sglang_hcache.sglang_plugin.launch import flags
+    from sglang_hcache.sglang_plugin.seam import release
 
     with flags.errors_end_the_start():
         if server_args.radix_cache_backend == flags.BACKEND:
-            _check_release(flags.TIER_FLAG)
+            release.check(flags.TIER_FLAG)
             # Of some 8,000 modules nothing ever goes, and each full collection takes most of a second with them: in
             # the middle of the start, and then between two passes.
             gc.freeze()
@@ -61,18 +64,7 @@ def _configure_scheduler(*args: object, **kwargs: object) -> None:
 
             hooks.install(server_args.device)
         elif flags.wants_cpu_fixes(server_args):
-            _check_release(flags.CPU_FIXES_FLAG)
+            release.check(flags.CPU_FIXES_FLAG)
             from sglang_hcache.sglang_plugin import hooks
 
             hooks.install_cpu_fixes(server_args.device)
-
-
-def _check_release(flag: str) -> None:
-    """Before anything is imported that another release of SGLang may lack.
-
-    Raises:
-        ConfigError: as :func:`release.check`.
-    """
-    from sglang_hcache.sglang_plugin.seam import release
-
-    release.check(flag)

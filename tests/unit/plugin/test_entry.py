@@ -190,5 +190,5 @@ def test_a_process_without_the_tier_loads_next_to_nothing_of_ours() -> None:
     assert done.stdout.splitlines() == [
         f"{plugin} {plugin}.entry",
         "core",
-        f"{plugin}.entry {plugin}.launch {plugin}.launch.flags",
+        f"{plugin}.entry {plugin}.launch {plugin}.launch.flags {plugin}.seam {plugin}.seam.release",
     ]
