@@ -21,37 +21,29 @@ _KEPT = 7 / 8
 """Share of it for which its last chunk stays: then the first one goes in time, also if a look comes somewhat late."""
 
 
-class Retention:
-    """Not thread-safe: ``Space`` holds its lock.
+def is_filled(segment: Segment, max_age_s: float | None) -> bool:
+    """Whether nothing more may be written to ``segment``, which this process began."""
+    if max_age_s is None:
+        return False
+    now = time.time()
+    was_set_back = now < segment.written_s
+    return was_set_back or now - segment.begun_s > max_age_s * _FILLING
 
-    Args:
-        max_age_s: chunks are deleted that long after they were written, or up to an eighth of it earlier; None: never.
+
+def enforce(max_age_s: float | None, catalog: Catalog, remover: Remover) -> None:
+    """Delete chunks that long after they were written, or up to an eighth of it earlier; None: never.
+
+    All but what is being filled. What is being read goes when that ends. ``Space`` holds its lock.
     """
-
-    def __init__(self, max_age_s: float | None, catalog: Catalog, remover: Remover) -> None:
-        self._max_age_s = max_age_s
-        self._catalog = catalog
-        self._remover = remover
-
-    def is_filled(self, segment: Segment) -> bool:
-        """Whether nothing more may be written to ``segment``, which this process began."""
-        if self._max_age_s is None:
-            return False
-        now = time.time()
-        was_set_back = now < segment.written_s
-        return was_set_back or now - segment.begun_s > self._max_age_s * _FILLING
-
-    def enforce(self) -> None:
-        """Delete what is too old, all but what is being filled. What is being read goes when that ends."""
-        if self._max_age_s is None:
-            return
-        now = time.time()
-        begin, end = now - self._max_age_s * _KEPT, now + self._max_age_s * (1 - _KEPT)
-        old = [
-            segment
-            for segment in self._catalog.segments()
-            if segment.sealed and segment.written_s > -math.inf and not begin <= segment.written_s <= end
-        ]
-        self._remover.announce([segment.number for segment in old])
-        for segment in old:
-            self._remover.expire(segment)
+    if max_age_s is None:
+        return
+    now = time.time()
+    begin, end = now - max_age_s * _KEPT, now + max_age_s * (1 - _KEPT)
+    old = [
+        segment
+        for segment in catalog.segments()
+        if segment.sealed and segment.written_s > -math.inf and not begin <= segment.written_s <= end
+    ]
+    remover.announce([segment.number for segment in old])
+    for segment in old:
+        remover.expire(segment)

@@ -17,16 +17,15 @@ from sglang_hcache.core.errors import (
     StoreTimeoutError,
 )
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.store import reconciler, retention
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES, Run, StoreConfig
-from sglang_hcache.store.erasure import Erased, Eraser
+from sglang_hcache.store.erasure import Erased, erase
 from sglang_hcache.store.eviction import Eviction
 from sglang_hcache.store.format.geometry import RunShape, shape_of
 from sglang_hcache.store.format.place import RUN_ID_BYTES, RunPlace
 from sglang_hcache.store.free_space import FreeSpace
-from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.removal import Remover
-from sglang_hcache.store.retention import Retention
 from sglang_hcache.store.saved import SavedState
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
@@ -59,9 +58,7 @@ class Space:
         free_space = FreeSpace(config, volumes, catalog)
         self._remover = Remover(volumes, catalog, free_space, observer, saved.announce)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
-        self._retention = Retention(config.max_age_s, catalog, self._remover)
-        self._eraser = Eraser(volumes, catalog, self._remover)
-        self._reconciler = Reconciler(volumes, catalog, saved, self._remover, observer)
+        self._observer = observer
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._next_number = 0
@@ -76,7 +73,7 @@ class Space:
                 self._trimmed(segment, segment.tidy)
                 self._catalog.add_segment(segment)
             self._catalog.set_floor()
-            self._retention.enforce()
+            retention.enforce(self._config.max_age_s, self._catalog, self._remover)
             for segment in leftovers:
                 self._remover.remember(segment)
             self._remover.retry()  # of thousands, as a clearing that was killed leaves them, the rest goes later
@@ -166,9 +163,9 @@ class Space:
             if self._closed:
                 return
             self._remover.retry()
-            if self._active is not None and self._retention.is_filled(self._active):
+            if self._active is not None and retention.is_filled(self._active, self._config.max_age_s):
                 self._seal_active()
-            self._retention.enforce()
+            retention.enforce(self._config.max_age_s, self._catalog, self._remover)
             # Not before a directory that is back can be written to: else what the others hold goes instead.
             self._eviction.restore_cap()
             self._eviction.restore_floor()
@@ -187,7 +184,10 @@ class Space:
             if self._active is not None and self._active.number < first:
                 self._seal_active()  # even if the rest fails: what is stored from now on must not count as cleared
             self._next_number = max(self._next_number, first)
-            self._next_number = max(self._next_number, self._reconciler.compare(volume) + 1)
+            highest = reconciler.compare(
+                volume, self._volumes, self._catalog, self._saved, self._remover, self._observer
+            )
+            self._next_number = max(self._next_number, highest + 1)
             if self._active is not None and self._active.retired:
                 self._active = None
 
@@ -219,10 +219,10 @@ class Space:
                     self._remover.retire(segment, only_unpinned=False)
 
     def erase(self, namespace_ids: Collection[bytes]) -> Erased:
-        """As :meth:`Eraser.erase`."""
+        """As :func:`erasure.erase`."""
         with self._lock:
             self._seal_active()
-            return self._eraser.erase(namespace_ids)
+            return erase(namespace_ids, self._volumes, self._catalog, self._remover)
 
     def used_bytes(self) -> int:
         """What segments count against the cap."""

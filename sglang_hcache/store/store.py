@@ -283,7 +283,7 @@ class DiskStore:
             self._space.clear()
 
     def erase(self, namespace_ids: Collection[bytes]) -> Erased:
-        """As :meth:`Eraser.erase`, with the notes of whose they are. Nobody may read or write meanwhile."""
+        """As :func:`erasure.erase`, with the notes of whose they are. Nobody may read or write meanwhile."""
         with self._operations.one():
             erased = self._space.erase(namespace_ids)
             self.namespaces.drop({namespace_id.hex() for namespace_id in namespace_ids})

@@ -13,11 +13,10 @@ import pytest
 
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig, removal
+from sglang_hcache.store import DiskStore, StoreConfig, reconciler, removal
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.io import probing
 from sglang_hcache.store.reader import LayerReader, SliceFailure
-from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.health import Condition, Health
@@ -273,15 +272,15 @@ def test_what_is_stored_after_it_failed_again_does_not_count_as_cleared(
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "again")
 
-    healthy = Reconciler.compare
-    monkeypatch.setattr(Reconciler, "compare", fail)
+    healthy = reconciler.compare
+    monkeypatch.setattr(reconciler, "compare", fail)
     names.clear()
     volume = Inside(store).volumes[1]
     wait_until(lambda: volume.health.reason == "again")
     later = make_keys(200, 2)
     write_keys(store, later, LAYERS)
     store.close()
-    monkeypatch.setattr(Reconciler, "compare", healthy)
+    monkeypatch.setattr(reconciler, "compare", healthy)
     store = open_store(config)
     assert match_keys(store, later) == 2
     read_keys(store, later)

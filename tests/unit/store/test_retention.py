@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
-from sglang_hcache.store import retention as retention_module
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty, retention
 from sglang_hcache.store import segments as segments_module
 from sglang_hcache.store import space as space_module
 from sglang_hcache.store.inspect.maintenance import collect
@@ -50,7 +49,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
-        for module in (retention_module, segments_module, space_module):
+        for module in (retention, segments_module, space_module):
             monkeypatch.setattr(module, "time", self)
 
     def time(self) -> float:
@@ -121,7 +120,7 @@ def test_looks_ask_no_file(store: DiskStore, clock: Clock, monkeypatch: pytest.M
         patch.delattr(Volume, "attempt")
         for day in range(4, 20):
             clock.ahead_s = day * DAY
-            space._retention.enforce()
+            retention.enforce(space._config.max_age_s, Inside(store).catalog, space._remover)
     clock.ahead_s = 27 * DAY
     space.tend()
     assert match_keys(store, OLD) == 0
