@@ -79,7 +79,7 @@ def expect_corrupt(
         (lambda header: b"x", "magic"),
         (
             lambda header: pack_header(replace(header, place=replace(header.place, run_id=b"i" * 16))),
-            "run_id",
+            "of layer . of run ",
         ),
     ],
     ids=["not a header", "of another run of the same keys"],

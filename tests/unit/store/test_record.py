@@ -204,7 +204,7 @@ def test_impossible_headers_are_not_written(change: dict[str, object]) -> None:
     ],
 )
 def test_every_identity_field_is_compared(field: str, value: object) -> None:
-    with pytest.raises(CorruptExtentError, match=field):
+    with pytest.raises(CorruptExtentError, match="another one"):
         check_header(example(**{field: value}), example().place, example().layer)
 
 
