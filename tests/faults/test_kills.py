@@ -29,6 +29,7 @@ from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_
 from tests.faults.survivors import Survivors
 from tests.faults.traffic import MOST_CHUNKS, Habits
 from tests.faults.worker import BROKEN, CORRUPT, OPENED, REFUSED, Job, Report, work
+from tests.waiting import wait_until
 
 T = TypeVar("T")
 
@@ -190,6 +191,8 @@ class Killing:
         try:
             self.bound = self.config.size_bytes
             self._measure()
+            # One that was emptied is out at first.
+            wait_until(lambda: all(item.condition == "healthy" for item in store.stats().directories), LONG_S)
             with Inside(store).space._lock:  # the keeper may be evicting
                 check_files(store)
             evicted = store.stats().totals.get("segments_evicted", 0)  # begins anew with a new state

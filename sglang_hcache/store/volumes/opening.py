@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume], StoreIdentity]:
     """Lock and check the directories, initialising new ones; volumes by stripe, and what they agree on.
 
-    Directories of an existing store that fail, hang or are empty where they should not be are left out.
+    Directories of an existing store that fail, hang or have no superblock are left out: the keeper takes them in again.
 
     Raises:
         StoreFormatError, StoreLockedError, StoreIOError: no lock is kept.
@@ -51,8 +51,8 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         volumes = [item.volume for item in found]
         for item in found:
             volume = item.volume
-            if known and item.superblock is None:
-                _acquire(volume, identity)
+            if known and item.superblock is None and volume.health.readable:
+                volume.health.take_out("it has no superblock")
             if volume.health.readable:
                 _ready(volume, identity, is_new=not known)
             volume.health.has_worked = volume.health.readable
@@ -95,8 +95,10 @@ def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, 
     directory.acquire()
     found = directory.read_superblock()
     if found is None:
-        if not volume.health.has_worked:
-            _check_emptied(directory, identity.file_systems[volume.stripe])
+        if not volume.health.has_worked and not directory.is_empty():
+            raise OSError(
+                errno.EUCLEAN, "it has no superblock; `hcache store fsck --rebuild` makes a new one"
+            )
         directory.write_superblock(Superblock(identity, volume.stripe))
         directory.probe()
         return identity, None
@@ -149,24 +151,13 @@ def _has_begun(volume: Volume) -> bool:
         return False
 
 
-def _acquire(volume: Volume, identity: StoreIdentity | None = None) -> Found:
-    """Lock the directory and read its superblock; a device that fails is taken out, and one that is out stays so.
-
-    Args:
-        identity: of the store to which the directory belongs, if it has no superblock that says so: it is not made or
-            locked where its disk is not mounted.
-    """
+def _acquire(volume: Volume) -> Found:
+    """Lock the directory and read its superblock; a device that fails is taken out, and one that is out stays so."""
     directory = volume.directory
     if not volume.health.readable:
         return Found(volume)
-
-    def acquire() -> None:
-        if identity is not None:
-            _check_mounted(directory, identity.file_systems[volume.stripe])
-        directory.acquire()
-
     try:
-        volume.attempt(acquire)
+        volume.attempt(directory.acquire)
         try:
             return Found(volume, volume.attempt(directory.read_superblock))
         except StoreFormatError as error:
@@ -239,15 +230,9 @@ def _tell_places(volumes: Sequence[Volume]) -> None:
 def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
     """Bring a directory into use; one that cannot be is left out, or refused if the store is new."""
     directory = volume.directory
-
-    def make_ready() -> None:
-        if directory.read_superblock() is None:
-            if not is_new:
-                _check_emptied(directory, identity.file_systems[volume.stripe])
-            directory.write_superblock(Superblock(identity, volume.stripe))
-
     try:
-        volume.attempt(make_ready)
+        if is_new:
+            volume.attempt(partial(directory.write_superblock, Superblock(identity, volume.stripe)))
         volume.attempt(directory.probe)
     except OSError as error:
         if is_new:
@@ -259,16 +244,6 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
             volume.attempt(directory.probe_reading)
         except OSError as failure:
             volume.health.take_out(failure.strerror or str(failure))
-
-
-def _check_emptied(directory: StoreDirectory, file_system: int) -> None:
-    """
-    Raises:
-        OSError: it is not empty, or it is the mount point of a disk that is not mounted.
-    """
-    if not directory.is_empty():
-        raise OSError(errno.EUCLEAN, "it has no superblock; `hcache store fsck --rebuild` makes a new one")
-    _check_mounted(directory, file_system)
 
 
 def _check_mounted(directory: StoreDirectory, file_system: int) -> None:

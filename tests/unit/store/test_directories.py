@@ -33,7 +33,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.looking import SeenDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import is_healthy, wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -460,6 +460,7 @@ def test_an_emptied_directory_is_taken_in_again_and_its_chunks_are_misses(
     for path in config.dirs[1].iterdir():
         path.unlink()
     store = open_store(config)
+    wait_until(lambda: is_healthy(store))
     assert store.stats().chunks == 0
     assert counters["store.runs_lost"] == 1
     write_keys(store, make_keys(0, 2), (4096,) * 4)
@@ -484,7 +485,7 @@ def test_the_mount_point_of_a_disk_that_is_not_mounted_is_not_written_to(
     point.mkdir()
     store = open_store(config)
     assert [item.condition for item in store.stats().directories] == ["healthy", "out"]
-    assert "is the disk mounted?" in caplog.text
+    wait_until(lambda: "is the disk mounted?" in caplog.text)
     assert match_keys(store, make_keys(0, 2)) == 0
     write_keys(store, make_keys(10, 2), (4096,) * 4)
     read_keys(store, make_keys(10, 2))
@@ -521,7 +522,7 @@ def test_a_half_made_store_is_finished(tmp_path: Path, open_store: OpenStore, is
         for name in ("lock", "superblock.tmp"):
             (config.dirs[1] / name).touch(0o600)
     store = open_store(config)
-    assert [item.condition for item in store.stats().directories] == ["healthy"] * 2
+    wait_until(lambda: is_healthy(store))
     write_keys(store, make_keys(0, 1), (4096, 4096))
     read_keys(store, make_keys(0, 1))
 

@@ -21,7 +21,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import kill, sick, wait_until
+from tests.unit.store.conftest import is_healthy, kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (32768,) * 3
@@ -206,6 +206,7 @@ def test_a_disk_that_was_replaced_is_not_waited_for(
     absent.clear()
     shutil.rmtree(config.dirs[0])
     store = open_store(config)
+    wait_until(lambda: is_healthy(store))
     assert served(store, old) == 0
     assert not any(list(path.glob("*.seg")) for path in config.dirs)
 
