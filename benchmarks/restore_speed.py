@@ -9,7 +9,7 @@ when the history is on the device, which comes on top of every other method's ti
     python benchmarks/restore_speed.py --quick
     python benchmarks/restore_speed.py --out results
     python benchmarks/restore_speed.py --layers 16 --hidden 1024 --heads 16 --dir /mnt/nvme0 --out results-1024
-    python benchmarks/restore_speed.py --tiers disk --lengths 4096 --bandwidths none
+    python benchmarks/restore_speed.py --tiers disk:100MB,disk:300MB,disk:1GB --lengths 4096
 
 Run it on an otherwise idle machine. Exit status: 0, 2 with a reason, 130 or 143.
 """
@@ -29,10 +29,11 @@ from common.options import AsJson, Dtype, Folder, Out, Quick, parse_whole_number
 from restoring import report
 from restoring.counted_disk import disk_facts
 from restoring.runtime import restart_with_cpu_runtime
-from restoring.settings import Settings, Sweep, parse_tiers, positions_for
+from restoring.settings import Settings, parse_tiers, positions_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
-LENGTHS, QUICK_LENGTHS = "1024,4096,16384", "1024,2048"
+LENGTHS, QUICK_LENGTHS = "1024,4096,16384", "256,1024"
+TIERS = "host,disk,disk:1GB,disk:250MB"
 
 app = new_app()
 
@@ -40,7 +41,9 @@ app = new_app()
 @app.command(help=__doc__, epilog=ENDED_EARLY)
 @errors_told("restore_speed")
 def main(
-    layers: Annotated[int, typer.Option(min=2, help="Layers of the random model.")] = 24,
+    layers: Annotated[
+        int | None, typer.Option(min=2, help="Layers of the random model. Default: 24; quick 8.")
+    ] = None,
     hidden: Annotated[int, typer.Option(min=32, help="Its hidden size.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads. Default: as many as heads.")] = None,
@@ -48,7 +51,7 @@ def main(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Tokens of the histories, multiples of 64. Default: 1024,4096,16384; quick 1024,2048."
+            help="Tokens of the histories, multiples of 64. Default: 1024,4096,16384; quick 256,1024."
         ),
     ] = None,
     tiers: Annotated[
@@ -57,27 +60,15 @@ def main(
             help="Measured at every length: host, disk, or a disk with a limit of bytes per second, such as "
             "disk:500MB."
         ),
-    ] = "host,disk",
-    bandwidths: Annotated[
-        str | None,
-        typer.Option(
-            help="Bytes per second that the disk is throttled to, at the length --bandwidth-length; none: "
-            "skip this. Default: none with --tiers or --lengths, else 250MB,500MB,1GB,2GB; quick 250MB,1GB."
-        ),
-    ] = None,
-    bandwidth_length: Annotated[
-        int | None, typer.Option(min=CHUNK_TOKENS, help="Tokens for --bandwidths. Default: 4096; quick 2048.")
-    ] = None,
+    ] = TIERS,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Measurements of each variant. Default: 7; quick 5.")
+        int | None, typer.Option(min=1, help="Measurements of each variant. Default: 7; quick 3.")
     ] = None,
     folder: Folder = None,
     out: Out = None,
     quick: Quick = False,
     as_json: AsJson = False,
 ) -> None:
-    by_default = tiers == "host,disk" and not lengths
-    sweep = Sweep.of(bandwidths, bandwidth_length, quick=quick, by_default=by_default)
     histories = parse_whole_numbers(
         "--lengths", lengths or (QUICK_LENGTHS if quick else LENGTHS), low=CHUNK_TOKENS, multiple=CHUNK_TOKENS
     )
@@ -85,15 +76,15 @@ def main(
     from sglang_hcache.cli.tiny_model.model import TinyModel
 
     model = TinyModel(
-        layers=layers,
+        layers=layers or (8 if quick else 24),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         dtype=dtype,
-        max_position=positions_for(max(*histories, sweep.length)),
+        max_position=positions_for(max(histories)),
     )
-    rounds = rounds or (5 if quick else 7)
-    settings = Settings(model, histories, all_tiers, rounds, sweep, 0.3 if quick else 2.0)
+    rounds = rounds or (3 if quick else 7)
+    settings = Settings(model, histories, all_tiers, rounds, 0.3 if quick else 2.0)
     prepare_out(out)
     restart_with_cpu_runtime()
     carry_out(
@@ -108,7 +99,7 @@ def main(
 
 def run(settings: Settings, folder: Path, found: Gathered) -> None:
     """Measure everything."""
-    disk = disk_facts(folder, settings.all_tiers)
+    disk = disk_facts(folder, settings.tiers)
     from restoring.speed import measure  # takes seconds
 
     header = report.header_of("restore_speed", settings.model, settings.rounds)

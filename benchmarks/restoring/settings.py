@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.options import parse_whole_numbers
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.units import parse_size
 
 if TYPE_CHECKING:  # imports torch
@@ -53,36 +51,6 @@ def parse_tiers(flag: str, text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Bandwidths of one length."""
-
-    tiers: tuple[str, ...] = ()
-    """Throttled disks."""
-    length: int = CHUNK_TOKENS
-
-    @classmethod
-    def of(cls, bandwidths: str | None, length: int | None, *, quick: bool, by_default: bool) -> Sweep:
-        """
-        Raises:
-            ConfigError: no bandwidths or no length.
-        """
-        if bandwidths is None:
-            bandwidths = ("250MB,1GB" if quick else "250MB,500MB,1GB,2GB") if by_default else "none"
-        if bandwidths == "none":
-            return cls()
-        tiers = parse_tiers(
-            "--bandwidths", ",".join(f"disk:{part.strip()}" for part in bandwidths.split(","))
-        )
-        (tokens,) = parse_whole_numbers(
-            "--bandwidth-length",
-            str(length or (2048 if quick else 4096)),
-            low=CHUNK_TOKENS,
-            multiple=CHUNK_TOKENS,
-        )
-        return cls(tiers, tokens)
-
-
-@dataclass(frozen=True)
 class Settings:
     """What is measured."""
 
@@ -90,15 +58,5 @@ class Settings:
     lengths: tuple[int, ...]
     tiers: tuple[str, ...]
     rounds: int
-    sweep: Sweep
     measure_s: float = 2.0
     """For each thing that is measured before a tier, for the plans of ``auto``."""
-
-    def lengths_of(self, tier: str) -> tuple[int, ...]:
-        """Lengths that are measured from ``tier``."""
-        of_sweep = (self.sweep.length,) if tier in self.sweep.tiers else ()
-        return tuple(dict.fromkeys((*(self.lengths if tier in self.tiers else ()), *of_sweep)))
-
-    @property
-    def all_tiers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.tiers, *self.sweep.tiers)))

@@ -81,19 +81,19 @@ def measure(settings: Settings, folder: Path, found: Gathered) -> None:
         folder: for the model and the disk tiers.
     """
     found.header["profiles"] = {}
-    for tier in settings.all_tiers:
-        found.expect(_name(tier, length) for length in settings.lengths_of(tier))
+    for tier in settings.tiers:
+        found.expect(_name(tier, length) for length in settings.lengths)
     model = folder / "model"
     write_tiny_model(model, settings.model)
     with new_progress() as progress:
         with while_doing(progress, "loading the model, computing a prompt"):
-            longest = max(*settings.lengths, settings.sweep.length)
+            longest = max(settings.lengths)
             # SGLang's own choice for float32 would be float16.
             rig = Rig.load(model, longest, PIECE, "--dtype", settings.model.dtype)
         for length in settings.lengths:  # warms up
             rig.recompute(length)
-        for tier in settings.all_tiers:
-            task = progress.add_task(tier, total=settings.rounds * len(settings.lengths_of(tier)))
+        for tier in settings.tiers:
+            task = progress.add_task(tier, total=settings.rounds * len(settings.lengths))
             step = partial(progress.advance, task)
             _measure_tier(settings, rig, tier, folder / "disk", step, found)
 
@@ -113,7 +113,7 @@ def _measure_tier(
             shape = rig.model.shape
             # Of each kind, and none stores more than K and V or hidden states of all layers.
             row_bytes = max(shape.kv_row_bytes, shape.hidden_row_bytes)
-            num_bytes = 4 * max(settings.lengths_of(tier)) * shape.num_layers * row_bytes
+            num_bytes = 4 * max(settings.lengths) * shape.num_layers * row_bytes
             check_room(store.parent, num_bytes)
             closing.callback(shutil.rmtree, store, ignore_errors=True)
             # What is not slowed down is read as a server would.
@@ -127,12 +127,12 @@ def _measure_tier(
         for kind in (PlanKind.KV, PlanKind.HIDDEN, PlanKind.HYBRID, PlanKind.AUTO):
             stored = _stored(profile, name, kind)
             gate = gate_of(profile, stored, kind, rig.device.largest_pass)
-            longest = max(settings.lengths_of(tier))
+            longest = max(settings.lengths)
             variants[kind.value] = Variant(
                 rig, stored, disk, gate, may_decline=kind is PlanKind.AUTO, longest=longest
             )
             closing.callback(variants[kind.value].close)
-        for length in settings.lengths_of(tier):
+        for length in settings.lengths:
             rows = _measure_length(settings, rig, tier, length, variants, step)
             found.add(_name(tier, length), [row.as_json() for row in rows])
 

@@ -78,3 +78,21 @@ def test_memory_is_not_measured_as_a_disk(
     found = module.disk_facts(tmp_path, ("disk",))
     assert found["direct"] is True
     assert found["file_system"]
+
+
+def test_a_run_with_defaults_shows_the_speed_over_the_bandwidth(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiers = bench("restoring.settings").parse_tiers("--tiers", bench("restore_speed").TIERS)
+    rows = [
+        {"tier": tier, "length": length, "variant": "kv", "tokens_per_s": 1.0}
+        for tier in tiers
+        for length in (256, 1024)
+    ]
+    titles: list[str] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda figure, *_, **__: titles.extend(axis.get_title() for axis in figure.axes),
+    )
+    bench("restoring.figures").draw(tmp_path / "x.png", rows, "")
+    assert titles == [*tiers, "1,024 tokens, disk throttled"]

@@ -122,16 +122,6 @@ def test_right_ones_are_taken(bench: Import) -> None:
         ("restore_speed", ["--tiers", "ram"], "--tiers: 'ram' is no tier"),
         (
             "restore_speed",
-            ["--bandwidths", "fast"],
-            "--bandwidths: 'disk:fast' is no tier",
-        ),
-        (
-            "restore_speed",
-            ["--bandwidth-length", "100"],
-            "--bandwidth-length: 100 is not",
-        ),
-        (
-            "restore_speed",
             ["--out", "/dev/null/x"],
             "--out: cannot write into /dev/null/x",
         ),
