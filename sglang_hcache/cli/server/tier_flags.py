@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from sglang_hcache.core.config import (
     CPU_FIXES_FLAG,
     FILE_ONLY_FIELDS,
     FLAG_FIELDS,
-    SIZE_FIELDS,
     TIER_FLAG,
     TIER_MODES,
     HCacheConfig,
@@ -25,8 +23,6 @@ from sglang_hcache.core.errors import ConfigError
 
 _WITH_VALUE = (*map(flag_of, FLAG_FIELDS), CONFIG_FLAG, TIER_FLAG)
 _FLAGS = (*map(flag_of, FLAG_FIELDS), CONFIG_FLAG, CPU_FIXES_FLAG)
-_DIRS_FLAG = flag_of("dirs")
-_WITH_UNIT = frozenset(map(flag_of, {*SIZE_FIELDS, "disk_max_age"}))
 _PREFIX = "--hcache"
 """No flag of SGLang begins so."""
 
@@ -93,22 +89,9 @@ def _check_words(arguments: Sequence[str]) -> None:
     """SGLang takes no words of their own, so one behind a flag's value belongs to that."""
     for place, argument in enumerate(arguments):
         flag, is_assigned, value = argument.partition("=")
-        if flag not in _WITH_VALUE:
-            continue
-        following = itertools.takewhile(lambda word: not word.startswith("-"), arguments[place + 1 :])
-        words = [value, *following] if is_assigned else list(following)
-        if len(words) > 1:
-            raise ConfigError(f"{flag}: {_in_one_word(flag, words)}")
-
-
-def _in_one_word(flag: str, words: Sequence[str]) -> str:
-    if flag == _DIRS_FLAG:
-        names = ",".join(filter(None, (word.strip(",") for word in words)))
-        return f"separate directories with commas, without spaces: {names}"
-    value, *others = words
-    if flag in _WITH_UNIT and value[-1:].isdigit() and len(others) == 1 and not others[0][:1].isdigit():
-        return f"write '{value}{others[0]}', without a space"
-    return f"it takes one value, and {others[0]!r} follows {value!r}"
+        words = [value, *arguments[place + 1 :]] if is_assigned else arguments[place + 1 :]
+        if flag in _WITH_VALUE and len(words) > 1 and not words[1].startswith("-"):
+            raise ConfigError(f"{flag}: it takes one value, and {words[1]!r} follows {words[0]!r}")
 
 
 def _check_name(name: str) -> None:
