@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from sglang_hcache.cli.server.client import Message, ServerClient
 from sglang_hcache.cli.server.pair import (
     LOGPROB_TOLERANCE,
-    PairedAnswer,
     ServerPair,
     Summary,
-    Timings,
     launch_together,
 )
 from sglang_hcache.cli.server.process import ServerProcess
@@ -49,7 +45,6 @@ staging_size: 12MiB
 @dataclass(frozen=True)
 class Document:
     task: str
-    line: int
     text: str
     questions: tuple[str, ...]
     tokens: int
@@ -92,9 +87,9 @@ def documents(leval: Path, model: Path) -> list[Document]:
     for task in TASKS:
         by_text = {
             row["input"]: Document(
-                task, line, row["input"], tuple(row["instructions"]), len(tokenizer.encode(row["input"]).ids)
+                task, row["input"], tuple(row["instructions"]), len(tokenizer.encode(row["input"]).ids)
             )
-            for line, row in enumerate(_rows(leval, task), start=1)
+            for row in _rows(leval, task)
         }  # a text that comes twice counts once
         chosen += sorted(by_text.values(), key=lambda document: document.tokens)[:DOCUMENTS_PER_TASK]
     return chosen
@@ -135,16 +130,11 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         tier.stop()
 
 
-def test_every_answer_equals_the_recomputed_one(
-    servers: Servers, documents: list[Document], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_answer_equals_the_recomputed_one(servers: Servers, documents: list[Document]) -> None:
     dice = random.Random(SEED)
     order = zipf_order(len(documents), REQUESTS, alpha=ZIPF_ALPHA, seed=SEED)
     pair = ServerPair(servers.tier_client, servers.reference_client)
     answers = [pair.ask(documents[item].ask(dice), max_tokens=ANSWER_TOKENS) for item in order]
-    with capsys.disabled():
-        _print_results(documents, order, answers)
-
     summary = Summary.of(answers)
     assert summary.requests == REQUESTS
     assert summary.unequal == 0, f"largest difference of logprobs: {summary.largest_difference}"
@@ -174,55 +164,3 @@ def test_a_wrong_key_is_noticed(servers: Servers, documents: list[Document]) -> 
 def _rows(leval: Path, task: str) -> list[dict[str, object]]:
     with (leval / f"{task}.jsonl").open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
-
-
-def _print_results(
-    documents: Sequence[Document], order: Sequence[int], answers: Sequence[PairedAnswer]
-) -> None:
-    console = Console(width=110)
-    console.print(
-        f"\nL-Eval: {len(answers)} requests in a Zipf order (alpha {ZIPF_ALPHA:g}); "
-        f"KV pool of {POOL_TOKENS:,} tokens; documents, whole:"
-    )
-    for index, document in enumerate(documents):
-        console.print(
-            f"  {document.task}.jsonl, line {document.line}: {document.tokens:,} tokens, "
-            f"asked {order.count(index)} times"
-        )
-    console.print(_hits(Summary.of(answers)), _timings(answers))
-    difference = Summary.of(answers).largest_difference
-    console.print(f"largest difference of logprobs from the recomputed answers: {difference:.1e}")
-
-
-def _hits(summary: Summary) -> Table:
-    table = Table("prompt tokens from", "tokens", "share", "requests with some")
-    for name, tokens, requests in (
-        ("GPU cache", summary.device_tokens, summary.device_requests),
-        ("host tier", summary.host_tokens, summary.host_requests),
-        ("disk tier", summary.disk_tokens, summary.disk_requests),
-        ("recomputed", summary.recomputed_tokens, summary.requests),
-    ):
-        table.add_row(name, f"{tokens:,}", f"{tokens / summary.prompt_tokens:.0%}", str(requests))
-    return table
-
-
-def _timings(answers: Sequence[PairedAnswer]) -> Table:
-    table = Table(
-        "TTFT", "requests", "mean", "median", "mean, tier off", "median, tier off", "total speed-up"
-    )
-    for name, part in (
-        ("all", answers),
-        ("restored", [answer for answer in answers if answer.tier.sources.restored]),
-    ):
-        timings = Timings.of(part)
-        if timings is not None:
-            table.add_row(
-                name,
-                str(timings.requests),
-                f"{timings.tier_mean_s:.2f} s",
-                f"{timings.tier_median_s:.2f} s",
-                f"{timings.reference_mean_s:.2f} s",
-                f"{timings.reference_median_s:.2f} s",
-                f"{timings.total_speedup:.2f}",
-            )
-    return table
