@@ -13,11 +13,10 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, its parts are found beside its folder
@@ -43,12 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     ended by Ctrl-C or SIGTERM.
     """
     options = _options(arguments)
-    earlier = passed_in(options.resume)
-    chosen = [
-        replace(part, budget_s=part.budget_s * options.time_factor)
-        for part in _asked_for(options)
-        if part.name not in earlier
-    ]
+    chosen = [replace(part, budget_s=part.budget_s * options.time_factor) for part in _asked_for(options)]
     if options.dry_run:
         _print_plan(chosen)
         return 0
@@ -64,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         return stopping.exit_status
     options.out.mkdir(parents=True, exist_ok=True)
-    return run_all(chosen, options.out, _header(), earlier)
+    return run_all(chosen, options.out, _header())
 
 
 def _asked_for(options: argparse.Namespace) -> list[Part]:
@@ -75,27 +69,9 @@ def _asked_for(options: argparse.Namespace) -> list[Part]:
     return [part for part in PARTS if options.all or not part.is_extra]
 
 
-def passed_in(earlier: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Parts that passed in an earlier run, as its ``gpu.json`` has them, each with the header of its run."""
-    return {
-        name: {"header": earlier["header"], **part}
-        for name, part in earlier.get("parts", {}).items()
-        if part["status"] == "passed"
-    }
-
-
-def run_all(
-    parts: list[Part],
-    out: Path,
-    header: dict[str, Any],
-    earlier: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-) -> int:
-    """Run parts one after the other; ``gpu.json`` is written anew after every result. The exit status.
-
-    Args:
-        earlier: parts that ran before, whose results are kept.
-    """
-    results = GpuResults(parts, out, header, earlier)
+def run_all(parts: list[Part], out: Path, header: dict[str, Any]) -> int:
+    """Run parts one after the other; ``gpu.json`` is written anew after every result. The exit status."""
+    results = GpuResults(parts, out, header)
     with Stopping() as stopping:
         stopping.until_stopped(lambda: _run_parts(parts, out, results))
         if results.found.measured:
@@ -110,16 +86,12 @@ def run_all(
 class GpuResults:
     """What ``gpu.json`` holds: the results of each part as they come."""
 
-    def __init__(
-        self, parts: list[Part], out: Path, header: dict[str, Any], earlier: Mapping[str, dict[str, Any]]
-    ) -> None:
+    def __init__(self, parts: list[Part], out: Path, header: dict[str, Any]) -> None:
         self.found = Gathered()
         self.found.header = header
         self.found.expect(part.name for part in parts)
-        self.data: dict[str, Any] = {"header": {}, "parts": dict(earlier), "not_shown": NOT_SHOWN}
+        self.data: dict[str, Any] = {"header": {}, "parts": {}, "not_shown": NOT_SHOWN}
         self._path = out / "gpu.json"
-        if earlier:
-            self.write()  # there may be nothing left to run
 
     def add(self, part: str, name: str, result: dict[str, Any]) -> None:
         """One result of a part that is running."""
@@ -218,13 +190,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only", action="append", choices=names, help="run only this part; may be repeated, in any order"
     )
     parser.add_argument(
-        "--resume",
-        type=_results,
-        default={},
-        metavar="FILE",
-        help="gpu.json of an earlier run: parts that passed there are not run again, and their results are kept",
-    )
-    parser.add_argument(
         "--all", action="store_true", help="also run the parts that do not fit into nine minutes"
     )
     parser.add_argument(
@@ -249,16 +214,6 @@ def _factor(text: str) -> float:
     if not 0 < factor < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return factor
-
-
-def _results(path: str) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
-    if not isinstance(found, dict) or not {"header", "parts"} <= found.keys():
-        raise argparse.ArgumentTypeError(f"{path} is no gpu.json")
-    return found
 
 
 def _print_plan(parts: list[Part]) -> None:

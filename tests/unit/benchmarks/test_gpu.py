@@ -79,46 +79,6 @@ def test_parts_run_in_the_order_in_which_they_are_asked_for(
     assert [line.partition(":")[0] for line in lines if " at most " in line] == ["zipf", "kernel"]
 
 
-def test_a_run_goes_on_where_another_was_cut_off(
-    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What passed there is kept, with what it was of; what did not runs again."""
-    parts, command = bench("gpu.parts"), bench("gpu.run")
-    monkeypatch.setattr(command, "part_command", run_script)
-    monkeypatch.setattr(command, "PARTS", tuple(parts.Part(name, 60.0, "") for name in ("good", "wrong")))
-    monkeypatch.setattr(command, "_header", lambda: {"date": "today"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    kept = {"status": "passed", "results": {"old": {"ok": True}}}
-    before = {
-        "header": {"date": "then"},
-        "parts": {"good": kept, "wrong": {"status": "running", "results": {}}},
-    }
-    cut_off = tmp_path / "cut_off.json"
-    cut_off.write_text(json.dumps(before))
-    assert command.main(["--out", str(tmp_path / "new"), "--resume", str(cut_off)]) == 1
-    found = json.loads((tmp_path / "new" / "gpu.json").read_text())
-    assert found["parts"]["good"] == {**kept, "header": {"date": "then"}}
-    assert found["parts"]["wrong"]["status"] == "failed"
-    assert (found["header"]["date"], found["header"]["missing"]) == ("today", [])
-    before["parts"]["wrong"] = kept
-    cut_off.write_text(json.dumps(before))
-    assert command.main(["--out", str(tmp_path / "none"), "--resume", str(cut_off)]) == 0
-    assert json.loads((tmp_path / "none" / "gpu.json").read_text())["parts"].keys() == {"good", "wrong"}
-
-
-@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
-def test_what_is_no_earlier_run_is_refused(
-    text: str | None, bench: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "gpu.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        bench("gpu.run").main(["--resume", str(path)])
-    assert ended.value.code == 2
-    assert str(path) in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("memory", "name"), [(150e9, "llama-2-13b"), (85e9, "llama-2-7b"), (None, "llama-2-13b")]
 )
