@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -42,8 +41,8 @@ Out = Annotated[
     typer.Option(
         metavar="FILE",
         parser=named_path,
-        help="Where to save the profile; pass it to servers with --hcache-profile FILE. A pipe or a device is "
-        "written to. Default: where servers look by themselves, ~/.cache/sglang-hcache/profiles.",
+        help="Where to save the profile; pass it to servers with --hcache-profile FILE. "
+        "Default: where servers look by themselves, ~/.cache/sglang-hcache/profiles.",
         show_default=False,
     ),
 ]
@@ -184,15 +183,14 @@ def _check_target(target: Path, *, is_folder: bool) -> None:
     """
     if not is_folder and target.is_dir():
         raise ConfigError(f"--out: {target} is a folder; name a file")
-    # Streams of a process, wherever they lead.
-    if target.is_file() and (str(target.parent) in ("/dev", "/dev/fd") or target.is_relative_to("/proc")):
-        raise ConfigError(f"--out: {target} leads to a file, which others write to; name a file of its own")
+    # Streams of a process belong to others, wherever they lead.
+    is_stream = str(target.parent) in ("/dev", "/dev/fd") or target.is_relative_to("/proc")
     folder = target if is_folder else Path(os.path.realpath(target)).parent
     with _saving(target):
-        if _is_device(target):
-            if not os.access(target, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
+        if is_stream or (target.exists() and not (is_folder or target.is_file())):
+            raise ConfigError(
+                f"--out: {target} is a stream, a pipe or a device; name a file (--json prints the profile)"
+            )
         if is_folder:
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
@@ -202,9 +200,6 @@ def _check_target(target: Path, *, is_folder: bool) -> None:
 
 def _save(profile: Profile, path: Path, *, replaces_others: bool) -> None:
     with _saving(path):
-        if _is_device(path):
-            path.write_text(profile.to_json(), encoding="utf-8")
-            return
         place = Path(os.path.realpath(path))  # a link stays
         with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
             part = Path(scratch) / place.name
@@ -214,11 +209,6 @@ def _save(profile: Profile, path: Path, *, replaces_others: bool) -> None:
             for other in path.parent.glob(f"*-{_identity(profile)}.json"):
                 if other != path:
                     other.unlink(missing_ok=True)
-
-
-def _is_device(path: Path) -> bool:
-    """Whether it is a pipe or a device, which no file may replace. Raises OSError."""
-    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextmanager

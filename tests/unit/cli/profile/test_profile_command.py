@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -381,29 +382,33 @@ def test_what_cannot_be_saved_is_said(monkeypatch, tmp_path):
     assert nothing_is_left(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pipe", "link"])
-def test_what_is_no_file_is_written_to_and_stays(run, tmp_path, name):
+@pytest.mark.parametrize(
+    "out", ["{dir}/pipe", "{dir}/link", "/dev/null", "{dir}/nowhere", "/dev/fd/{log}", "/proc/self/fd/{log}"]
+)
+def test_what_is_no_file_of_its_own_is_refused(run, tmp_path, out):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
-    with open(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as pipe:
-        status, _, err = run(StandIn(profile_of()), "--model-path", "m", "--out", str(tmp_path / name))
-        assert status == 0, err
-        text = pipe.read(2**16)
-    assert text, "nothing was written to it"
-    assert Profile.from_json(text.decode()) == profile_of()
-    assert (tmp_path / "pipe").is_fifo()
-    assert (tmp_path / "link").is_symlink()
-
-
-def test_a_file_that_stdout_leads_to_is_not_replaced(run, tmp_path):
+    (tmp_path / "nowhere").symlink_to("/dev/null")
     with (tmp_path / "log").open("w+") as log:
         log.write("a line")
         log.flush()
-        out = f"/dev/fd/{log.fileno()}"
-        status, _, err = run(StandIn(profile_of()), "--model-path", "m", "--out", out)
+        out = out.format(dir=tmp_path, log=log.fileno())
+        server = StandIn(profile_of())
+        status, _, err = run(server, "--model-path", "m", "--out", out)
     assert status == 2
-    assert f"--out: {out} leads to a file" in err
+    assert (
+        err
+        == f"hcache: error: --out: {out} is a stream, a pipe or a device; name a file (--json prints the profile)\n"
+    )
+    assert server.arguments == []
     assert (tmp_path / "log").read_text() == "a line"
+
+
+def test_shared_memory_holds_files(run):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        out = Path(folder) / "profile"
+        assert run(StandIn(profile_of()), "--model-path", "m", "--out", str(out))[0] == 0
+        assert Profile.read(out) == profile_of()
 
 
 def test_a_link_to_a_file_stays(run, tmp_path):
