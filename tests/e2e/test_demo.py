@@ -29,7 +29,7 @@ def test_demo_compares_all_answers_and_cleans_up(tmp_path: Path) -> None:
     switches = tmp_path / "switches"
     switches.mkdir()
     (switches / "always_restore").touch()
-    command = [str(HCACHE), "demo", "--json", "--conversations", "3", "--turns", "2", "--dirs", str(store)]
+    command = [str(HCACHE), "demo", "--json", "--conversations", "3", "--turns", "2", "--keep", str(store)]
     result = subprocess.run(
         command,
         env=environment_with({"TMPDIR": str(temporary), "HCACHE_TEST_SWITCHES": str(switches)}),
@@ -55,7 +55,7 @@ def test_demo_compares_all_answers_and_cleans_up(tmp_path: Path) -> None:
     assert report["summary"]["host_tokens"] > 0
     assert report["summary"]["disk_tokens"] > 0
     assert report["disk_bytes"] > 0
-    assert any(store.iterdir())
+    assert any((store / "tier").iterdir())
     assert left_in(temporary) == []
 
 

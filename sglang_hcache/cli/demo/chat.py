@@ -9,7 +9,7 @@ from rich.console import Console
 
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.session import AnswerOptions
-from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
+from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.process import ServerProcess, servers_scratch
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -36,7 +36,6 @@ _STARTUP_TIMEOUT_S = 300.0
 
 def run_chat_demo(
     *,
-    dirs: Sequence[Path],
     keep: Path | None,
     host: str,
     port: int,
@@ -46,7 +45,6 @@ def run_chat_demo(
     """Start the server and serve the page until Ctrl-C; leaves no process, and no file but what is to be kept.
 
     Args:
-        dirs: directories of the disk tier, kept; none: a folder beside the model.
         keep: folder for model, disk tier and logs; None: a temporary one.
         port: of the page; 0 for a free one.
         allowed: further names under which browsers may ask for the page.
@@ -63,9 +61,8 @@ def run_chat_demo(
         demo_folder(keep) as folder,
         servers_scratch() as scratch,
     ):
-        folders = tier_folders(dirs, folder)
         model = folder / "model"
-        server = _server(folder, model, folders, scratch)
+        server = _server(folder, model, scratch)
         try:
             with progress(Console()) as status:
                 if not (model / "config.json").exists():
@@ -85,17 +82,16 @@ def run_chat_demo(
                 is_over=lambda: not server.is_running,
             )
             server.require_running()
-            if keep is not None or dirs:
+            if keep is not None:
                 server.stop()  # gracefully: what is still in host memory goes to disk
         finally:
             interruptions.ignore()
             server.kill()
 
 
-def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> ServerProcess:
+def _server(folder: Path, model: Path, scratch: str) -> ServerProcess:
     tier = tier_arguments(
         folder / "hcache-chat.yaml",
-        dirs,
         disk_size=_DISK_BYTES,
         host_size=_HOST_BYTES,
         staging_size=_STAGING_BYTES,

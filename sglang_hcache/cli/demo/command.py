@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort
 from sglang_hcache.cli.options import AsJson
-from sglang_hcache.cli.paths import given_path, named_path
+from sglang_hcache.cli.paths import named_path
 from sglang_hcache.cli.signals import ended_by_interrupts
 from sglang_hcache.core.errors import ConfigError
 
@@ -25,13 +25,6 @@ def demo(
         int, typer.Option(help="Number of conversations, held in turn; from 3 to 100.")
     ] = 4,
     turns: Annotated[int, typer.Option(help="Turns per conversation; from 2 to 100.")] = 4,
-    dirs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR,...",
-            help="Directories of the disk tier, which are kept. Default: next to the model.",
-        ),
-    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(
@@ -65,26 +58,16 @@ def demo(
         from sglang_hcache.cli.demo.view import JsonView, TextView
 
     _check_used(context, with_page=with_page)
-    folders = _folders(dirs)
     if with_page:
         from sglang_hcache.cli.demo.chat import run_chat_demo
 
-        run_chat_demo(
-            dirs=folders, keep=keep, host=host, port=port, allowed=allowed or (), opens_browser=opens_browser
-        )
+        run_chat_demo(keep=keep, host=host, port=port, allowed=allowed or (), opens_browser=opens_browser)
         return
-    settings = DemoSettings(conversations=conversations, turns=turns, dirs=folders, keep=keep)
+    settings = DemoSettings(conversations=conversations, turns=turns, keep=keep)
     report = run_demo(settings, JsonView(Console(stderr=True)) if as_json else TextView(Console()))
     if report.failure is not None:
         print(f"hcache demo: {report.failure}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _folders(dirs: str | None) -> tuple[Path, ...]:
-    parts = [] if dirs is None else [part.strip() for part in dirs.split(",")]
-    if not all(parts):
-        raise ConfigError("--dirs: a name is empty; is a variable of your shell not set?")
-    return tuple(given_path("--dirs", part) for part in parts)
 
 
 def _check_used(context: typer.Context, *, with_page: bool) -> None:

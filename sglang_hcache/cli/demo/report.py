@@ -51,9 +51,9 @@ class DemoReport:
     disk_bytes: int
     """What the disk tier counts against its cap."""
     disk_chunks: int
-    dirs: tuple[Path, ...]
+    tier_folder: Path
     kept: bool
-    """Whether the directories stay."""
+    """Whether it stays."""
     wall_s: float
 
     @property
@@ -95,7 +95,7 @@ class DemoReport:
             "pool_tokens": self.pool_tokens,
             "disk_bytes": self.disk_bytes,
             "disk_chunks": self.disk_chunks,
-            "dirs": [str(directory) for directory in self.dirs],
+            "tier_folder": str(self.tier_folder),
             "kept": self.kept,
             "wall_s": self.wall_s,
             "failure": self.failure,

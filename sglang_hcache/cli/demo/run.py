@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
+from sglang_hcache.cli.demo.parts import MODEL, TIER, demo_folder, tier_arguments
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.view import TextView
 from sglang_hcache.cli.logbooks import Script, write_scripts
@@ -48,8 +48,6 @@ class DemoSettings:
 
     conversations: int = 4
     turns: int = 4
-    dirs: tuple[Path, ...] = ()
-    """Directories of the disk tier; none: a folder beside the model."""
     keep: Path | None = None
     """Folder for model, disk tier and logs; None: a temporary one, removed at the end."""
 
@@ -117,7 +115,6 @@ def run_demo(settings: DemoSettings, view: TextView) -> DemoReport:
         demo_folder(settings.keep) as folder,
         servers_scratch() as scratch,
     ):
-        dirs = tier_folders(settings.dirs, folder)
         model = folder / "model"
         if not (model / "config.json").exists():
             with progress(view.console) as status:
@@ -125,7 +122,7 @@ def run_demo(settings: DemoSettings, view: TextView) -> DemoReport:
                 write_tiny_model(model, MODEL)
         scripts = write_scripts(settings.conversations, settings.turns)
         sizes = _Sizes.of(_prompt_lengths(scripts, model))
-        tier, reference = _servers(folder, model, sizes, dirs, scratch)
+        tier, reference = _servers(folder, model, sizes, scratch)
         try:
             with progress(view.console) as status:
                 status("Starting two servers, with and without the tier")
@@ -143,8 +140,8 @@ def run_demo(settings: DemoSettings, view: TextView) -> DemoReport:
                 pool_tokens=sizes.pool_tokens,
                 disk_bytes=int(disk.get("bytes", 0)),
                 disk_chunks=int(disk.get("chunks", 0)),
-                dirs=dirs,
-                kept=settings.keep is not None or bool(settings.dirs),
+                tier_folder=folder / TIER,
+                kept=settings.keep is not None,
                 wall_s=time.monotonic() - began,
             )
             view.finish(report)
@@ -171,12 +168,9 @@ def _talk(scripts: Sequence[Script], pair: ServerPair, view: TextView) -> list[T
     return results
 
 
-def _servers(
-    folder: Path, model: Path, sizes: _Sizes, dirs: Sequence[Path], scratch: str
-) -> tuple[ServerProcess, ServerProcess]:
+def _servers(folder: Path, model: Path, sizes: _Sizes, scratch: str) -> tuple[ServerProcess, ServerProcess]:
     tier = tier_arguments(
         folder / "hcache-demo.yaml",
-        dirs,
         disk_size=sizes.disk_bytes,
         host_size=sizes.host_bytes,
         staging_size=sizes.staging_bytes,

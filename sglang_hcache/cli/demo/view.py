@@ -82,9 +82,8 @@ def _summary_lines(report: DemoReport) -> list[str]:
         f"Restored tokens: {summary.host_tokens:,} from host memory, {summary.disk_tokens:,} from disk; "
         f"the KV pool holds {report.pool_tokens:,}"
     )
-    places = ", ".join(str(directory) for directory in report.dirs)
     lines.append(
-        f"On disk: {format_bytes(report.disk_bytes)} with {report.disk_chunks} chunks in {places}"
+        f"On disk: {format_bytes(report.disk_bytes)} with {report.disk_chunks} chunks in {report.tier_folder}"
         f" ({'kept' if report.kept else 'removed now'})"
     )
     if report.failure is None:

@@ -45,9 +45,3 @@ def with_sizes_of_store(settings: Mapping[str, Any], dirs: Sequence[Path]) -> di
     if "disk_size" in settings:
         kept.pop("segment_size", None)  # it may be too large for another cap
     return {**kept, **settings}
-
-
-def with_room_in_store(settings: Mapping[str, Any], dirs: Sequence[Path]) -> dict[str, Any]:
-    """``settings`` with the sizes of the store in ``dirs``, its ``disk_size`` raised to theirs if it is smaller."""
-    kept = sizes_of_store(dirs)
-    return {**settings, **kept, "disk_size": max(settings["disk_size"], kept.get("disk_size", 0))}

@@ -28,7 +28,6 @@ def test_a_path_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         ("MODEL", ["plan", NOBODYS, "--io-gbps", "1", "--tflops", "1"]),
         ("DIR", ["tiny-model", NOBODYS]),
         ("--keep", ["demo", "--keep", NOBODYS]),
-        ("--dirs", ["demo", "--dirs", NOBODYS]),
         ("--out", ["profile", "--model-path", "x", "--out", NOBODYS]),
         ("--config", ["store", "stat", "--config", NOBODYS]),
     ],

@@ -87,7 +87,7 @@ def test_progress_of_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(demo_chat, "write_tiny_model", lambda *_: is_told("Writing a random model"))
     monkeypatch.setattr(demo_chat, "_server", lambda *_: NoServer())
     with pytest.raises(KeyboardInterrupt):
-        demo_chat.run_chat_demo(dirs=(), keep=tmp_path, host="127.0.0.1", port=0, opens_browser=False)
+        demo_chat.run_chat_demo(keep=tmp_path, host="127.0.0.1", port=0, opens_browser=False)
 
 
 def test_what_the_terminal_does_not_have_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,8 @@ from shutil import rmtree
 from typing import Any
 
 import pytest
-import yaml
 
 from sglang_hcache.cli import main as command
-from sglang_hcache.cli.demo import chat as demo_chat
-from sglang_hcache.cli.demo import run as demo
 from sglang_hcache.cli.profile import run as profile_run
 from sglang_hcache.cli.server.kept_sizes import sizes_of_store
 from sglang_hcache.core.config import HCacheConfig
@@ -138,27 +135,3 @@ def test_without_a_store_nothing_is_kept(profiled: Any, dirs: tuple[Path, ...], 
     config = profiled("--hcache-dirs", tmp_path / "none")
     assert config.disk_size == HCacheConfig().disk_size
     assert not (tmp_path / "none").exists()
-
-
-def settings_in(file: Path) -> dict[str, Any]:
-    return meant(yaml.safe_load(file.read_text()))
-
-
-def start_of_demo(folder: Path, dirs: tuple[Path, ...]) -> dict[str, Any]:
-    sizes = demo._Sizes(pool_tokens=1000, staging_bytes=2**20, host_bytes=2**26, disk_bytes=2**29)
-    demo._servers(folder, folder / "model", sizes, dirs, str(folder))
-    return settings_in(folder / "hcache-demo.yaml")
-
-
-def start_of_chat(folder: Path, dirs: tuple[Path, ...]) -> dict[str, Any]:
-    demo_chat._server(folder, folder / "model", dirs, str(folder))
-    return settings_in(folder / "hcache-chat.yaml")
-
-
-@pytest.mark.parametrize(("start", "room"), [(start_of_demo, 2**29), (start_of_chat, 2**30)])
-def test_demos_make_a_store_no_smaller(start: Any, room: int, dirs: tuple[Path, ...], tmp_path: Path) -> None:
-    assert start(tmp_path, dirs) == OURS
-    small = made_store(small_config(tmp_path / "small", size=2**24, segment=2**20, floor=7))
-    assert start(tmp_path, small) == {"disk_size": room, "disk_free_floor": 7, "segment_size": 2**20}
-    none = start(tmp_path, (tmp_path / "none",))
-    assert none == {"disk_size": room, "disk_free_floor": 2**28, "segment_size": 2**25}
