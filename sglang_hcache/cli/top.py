@@ -6,13 +6,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -104,10 +104,10 @@ def top(
 ) -> None:
     """Watch the tier of a running server: sizes, hits, restores, health. Press Ctrl-C to quit.
 
-    Reads `/server_info`, so `--enable-metrics` is not needed. In a short window, problems come first. Restore times
-    are averages since the last sample, or since startup if no restore has ended since. With `--json` each sample is
-    the whole state on one line. A later answer that fails or takes too long is reported, and the next one is
-    tried; with `--once` and `--check`, and at the first one, the command ends with exit status 2.
+    Reads `/server_info`, so `--enable-metrics` is not needed. Problems come first; a short window cuts the end. Restore
+    times are averages since the last sample, or since startup if no restore has ended since. With `--json` each sample
+    is the whole state on one line. A later answer that fails or takes too long is reported, and the next one is tried;
+    with `--once` and `--check`, and at the first one, the command ends with exit status 2.
 
     `--check` is for monitoring. It reports a directory that is unhealthy or has no room, saving that has stopped
     (unless the method stores nothing), a clear that a restart would undo, and unexpected errors since startup. Exit
@@ -196,7 +196,7 @@ def _later_looks(client: ServerClient, interval: float) -> Iterator[Sample]:
 def _watch(client: ServerClient, url: str, interval: float, last: Sample) -> None:
     """Until Ctrl-C. A server that does not answer may come back."""
     console = Console(highlight=False)
-    live = Live(render(url, last, None, window=console), console=console, auto_refresh=False)
+    live = Live(render(url, last, None), console=console, auto_refresh=False)
     with terminated_as_interrupted():
         try:  # not "with live": a signal while that begins would leave the cursor hidden
             live.start(refresh=True)
@@ -205,9 +205,9 @@ def _watch(client: ServerClient, url: str, interval: float, last: Sample) -> Non
                 try:
                     sample = _look(client)
                 except ChatError as error:
-                    live.update(render(url, last, None, window=console, trouble=str(error)), refresh=True)
+                    live.update(render(url, last, None, trouble=str(error)), refresh=True)
                     continue
-                live.update(render(url, sample, last, window=console), refresh=True)
+                live.update(render(url, sample, last), refresh=True)
                 last = sample
         except KeyboardInterrupt:
             return
@@ -215,45 +215,21 @@ def _watch(client: ServerClient, url: str, interval: float, last: Sample) -> Non
             live.stop()
 
 
-def render(
-    url: str, sample: Sample, before: Sample | None, *, window: Console | None = None, trouble: str = ""
-) -> Group:
-    """One picture.
+def render(url: str, sample: Sample, before: Sample | None, *, trouble: str = "") -> Group:
+    """One picture. What went wrong is at its beginning, for a low window cuts the end; what might have, nowhere.
 
     Args:
         before: an earlier look, for rates; None: totals only.
-        window: what the picture must fit into, with what went wrong above all else; None: it is whole.
         trouble: why there is no newer look.
 
     Raises:
         HCacheError: the state is not that of this version.
     """
     with _own_state():
-        return _picture(url, sample, before, window, trouble)
-
-
-def _picture(url: str, sample: Sample, before: Sample | None, window: Console | None, trouble: str) -> Group:
-    title = _title(url, sample.state, None if before is None else before.state)
-    if trouble:
-        title = Text.assemble((trouble, "bold red"), "\n", title)
-    whole = Group(title, Text(), _sizes(sample.state), Text(), _counts(sample, before, _RATES))
-    if window is None or _height(whole, window) <= window.height:
-        return whole
-    head = Group(title, Text(), _sizes(sample.state, only_unwell=True), Text())
-    room = max(0, window.height - _height(head, window) - 1)  # below the names of the columns
-    return Group(head, _counts(sample, before, _telling(sample.state)[:room]))
-
-
-def _height(picture: RenderableType, window: Console) -> int:
-    return len(window.render_lines(picture, pad=False))
-
-
-def _telling(state: Mapping[str, Any]) -> list[tuple[str, str | tuple[str, ...], str]]:
-    """Rows for a low window: first what went wrong, and nothing of what might have."""
-    wrong = [
-        (what.strip(), names, kind) for what, names, kind in _RATES if kind == "bad" and _total(state, names)
-    ]
-    return wrong + [row for row in _RATES if row[2] != "bad"]
+        title = _title(url, sample.state, None if before is None else before.state)
+        if trouble:
+            title = Text.assemble((trouble, "bold red"), "\n", title)
+        return Group(title, Text(), _sizes(sample.state), Text(), _counts(sample, before))
 
 
 def _title(url: str, state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Text:
@@ -269,13 +245,18 @@ def _title(url: str, state: Mapping[str, Any], before: Mapping[str, Any] | None)
         ]
         since = "lately" if recent else "since the start"
         text.append(f"\n{what} on average, {since}: {', '.join(times)}" if times else "")
-    for problem in other_problems(state):
+    for problem in (*other_problems(state), *directory_problems(state)):
         text.append(f"\n{problem}", "bold red")
+    wrong = [
+        f"{what.strip()} {_amount(total, kind)}"
+        for what, names, kind in _RATES
+        if kind == "bad" and names is not ERRORS and (total := _total(state, names))
+    ]
+    text.append(f"\nsince the start: {', '.join(wrong)}" if wrong else "", "red")
     return text
 
 
-def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Group:
-    """With ``only_unwell`` no healthy directories."""
+def _sizes(state: Mapping[str, Any]) -> Group:
     table = new_table(("tier", "", "used", "of", "chunks", ""), {"used", "of", "chunks"})
     host = state["host"]
     used, chunks = host["slots"] - host["free"], host["clean"] + host["dirty"]
@@ -291,15 +272,8 @@ def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Group:
     note = f"{disk['engine']}; {format_bytes(disk['written_today_bytes'])}{most} written in 24 h"
     _add_tier(table, "disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
     # Below the table, as wide as the window: long paths are folded there, not cut.
-    directories = [
-        Text(
-            f"      {directory_text(directory)}",
-            "" if directory["takes_writes"] else "bold red",
-            overflow="fold",
-        )
-        for directory in disk["directories"]
-        if not (only_unwell and directory["takes_writes"])
-    ]
+    well = [directory for directory in disk["directories"] if directory["takes_writes"]]
+    directories = [Text(f"      {directory_text(directory)}", overflow="fold") for directory in well]
     return Group(table, *directories)
 
 
@@ -308,18 +282,18 @@ def _add_tier(table: Table, name: str, used: int, capacity: int, chunks: int, no
     table.add_row(name, bar, format_bytes(used), format_bytes(capacity), f"{chunks:,}", note)
 
 
-def _counts(
-    sample: Sample, before: Sample | None, rows: Sequence[tuple[str, str | tuple[str, ...], str]]
-) -> Table:
+def _counts(sample: Sample, before: Sample | None) -> Table:
     table = new_table(("", "since start", "per second"), {"since start", "per second"})
-    for what, names, kind in rows:
+    for what, names, kind in _RATES:
         total = _total(sample.state, names)
+        if kind == "bad" and not total:
+            continue
         rate = ""
         if before is not None:
             seconds = sample.at - before.at
             gained = max(0, total - _total(before.state, names))
             rate = _amount(gained / seconds, kind) if gained else ""
-        style = "red" if kind == "bad" and total else "dim" if not total else ""
+        style = "red" if kind == "bad" else "dim" if not total else ""
         table.add_row(what, _amount(total, kind), rate, style=style)
     return table
 
