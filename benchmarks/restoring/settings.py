@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.units import parse_size
 
 if TYPE_CHECKING:  # imports torch
