@@ -18,6 +18,7 @@ from sglang.srt.server_args import prepare_server_args
 
 
 def main() -> None:
+    on_interrupt = signal.getsignal(signal.SIGINT)
     load_plugins()
     engine = Engine(server_args=prepare_server_args(sys.argv[1:]))
     prompt = [7 + position % 90 for position in range(300)]
@@ -28,9 +29,9 @@ def main() -> None:
         wait_for(lambda: engine.flush_cache().success)
         wait_for(lambda: is_written(tier_of(engine)))
     disk = tier_of(engine)["disk"]
-    is_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    keeps_signals = signal.getsignal(signal.SIGINT) == on_interrupt
     engine.shutdown()
-    print(json.dumps({"answers": answers, "chunks_on_disk": disk["chunks"], "interrupted": is_interrupted}))
+    print(json.dumps({"answers": answers, "chunks_on_disk": disk["chunks"], "keeps_signals": keeps_signals}))
 
 
 def is_written(tier: dict[str, Any]) -> bool:

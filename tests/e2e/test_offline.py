@@ -34,7 +34,7 @@ def test_an_engine_restores(tiny_model: Callable[..., Path], tmp_path: Path) -> 
     found = json.loads(done.stdout.splitlines()[-1])
     first, second = found["answers"]
     assert found["chunks_on_disk"] == 4
-    assert found["interrupted"], "Ctrl-C is the program's own"
+    assert found["keeps_signals"], "Ctrl-C is the program's own"
     assert (first["meta_info"]["cached_tokens"], second["meta_info"]["cached_tokens"]) == (0, 256)
     assert second["meta_info"]["cached_tokens_details"]["host"] == 256
     assert first["output_ids"] == second["output_ids"]

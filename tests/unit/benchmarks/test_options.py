@@ -144,7 +144,6 @@ def test_a_wrong_option_is_named(
     ("program", "arguments", "longest"),
     [
         ("restore_speed", ["--lengths", "64,65536"], 65536),
-        ("restore_speed", ["--lengths", "64", "--bandwidths", "1GB", "--bandwidth-length", "65536"], 65536),
         ("ablations", ["--lengths", "128,65536"], 65536),
         ("ablations", ["--prefill", "65536"], 65536),
         ("ablations", ["--steps", "65536"], 65536 + 256 + CHUNK_TOKENS),

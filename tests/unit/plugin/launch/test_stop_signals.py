@@ -58,6 +58,7 @@ for what_is_done_on_a_hangup in sys.stdin:
         print("ended", os.waitstatus_to_exitcode(status), flush=True)
         continue
     is_server = what_is_done_on_a_hangup.strip() != "a program with an Engine"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may have it ignored
     signal.signal(signal.SIGHUP, getattr(signal, what_is_done_on_a_hangup.strip() if is_server else "SIG_DFL"))
     try:
         asyncio.run(serve(is_server))
