@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -266,6 +267,12 @@ class Catalog:
                     break
                 found[run.place.run_id] = dict(run.quarantined)
         return found
+
+    def coldest(self, one_in: int) -> list[int]:
+        """The segments that are evicted first, in use or not: so small a share of all."""
+        with self._lock:
+            found = heapq.nsmallest(len(self._segments) // one_in, self._segments.values(), key=_worth)
+            return [segment.number for segment in found]
 
     def counts(self) -> CatalogCounts:
         with self._lock:

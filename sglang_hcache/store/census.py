@@ -178,17 +178,18 @@ def is_served(state: State, place: RunPlace) -> bool:
 def lost_runs(state: State, contents: Contents) -> dict[int, int]:
     """How many runs that ``state`` knows are not whole; by segment.
 
-    None if ``state`` is not the last word; of no segment that could not be read, or of which the files may be in a
+    None of a segment that was about to be evicted or erased, that could not be read, or of which the files may be in a
     directory that is out.
     """
-    if not state.is_final:
-        return {}
     files = contents.files
     whole = Counter(place.segment for place in contents.runs if is_served(state, place))
     lost = {
         number: known.runs - whole[number]
         for number, known in state.segments.items()
-        if number >= files.first_segment and number not in contents.unread and not files.may_be_out(number)
+        if number >= files.first_segment
+        and number not in state.going
+        and number not in contents.unread
+        and not files.may_be_out(number)
     }
     return {number: count for number, count in sorted(lost.items()) if count > 0}
 

@@ -37,6 +37,7 @@ def erase(
     def going_of(segment: Segment) -> list[StoredRun]:
         return [run for run in segment.runs if run.place.namespace_id in namespace_ids]
 
+    remover.announce(segment.number for segment in catalog.segments())
     # First those of which no run goes: a write that failed may have left bytes between the runs of others.
     for segment in sorted(catalog.segments(), key=lambda item: bool(going_of(item))):
         going = going_of(segment)

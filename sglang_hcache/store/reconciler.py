@@ -44,6 +44,7 @@ def compare(
             file = files.get(segment.number)
             if file is None or file.size < segment.used[volume.stripe]:
                 lost.add(segment)
+    remover.announce(segment.number for segment in lost)  # at once: each time a state is written
     for segment in segments:
         if segment in lost:
             observer.count("store.runs_lost", len(segment.runs))
@@ -78,6 +79,6 @@ def compare(
 def _unread(number: int, volumes: Sequence[Volume], file_bytes: int, saved: SavedState) -> Segment:
     segment = Segment(number, volumes, (), file_bytes)
     segment.is_unread = True
-    if known := saved.recall(number):
+    if known := saved.unseen.get(number):
         segment.score, segment.unread_runs = known.score, known.runs
     return segment

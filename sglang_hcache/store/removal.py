@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
@@ -37,11 +37,14 @@ class Remover:
         catalog: Catalog,
         free_space: FreeSpace,
         observer: Observer,
+        announce: Callable[[Iterable[int]], None],
     ) -> None:
         self._volumes = volumes
         self._catalog = catalog
         self._free_space = free_space
         self._observer = observer
+        self.announce = announce
+        """Told of segments before files of them are deleted (:meth:`SavedState.announce`)."""
         self._may_warn = Throttle()
         self.on_evicted: Callable[[bytes], object] = lambda key: None
         """Told of each chunk that goes for want of room."""
@@ -138,6 +141,7 @@ class Remover:
         return [segment for segment in self.leftovers if segment.left & within and not segment.pins]
 
     def _unlink(self, segment: Segment) -> None:
+        self.announce([segment.number])
         before = dict(segment.accounted)
         failures = segment.unlink()
         for stripe, size in before.items():

@@ -39,6 +39,11 @@ def enforce(max_age_s: float | None, catalog: Catalog, remover: Remover) -> None
         return
     now = time.time()
     begin, end = now - max_age_s * _KEPT, now + max_age_s * (1 - _KEPT)
-    for segment in catalog.segments():
-        if segment.sealed and segment.written_s > -math.inf and not begin <= segment.written_s <= end:
-            remover.expire(segment)
+    old = [
+        segment
+        for segment in catalog.segments()
+        if segment.sealed and segment.written_s > -math.inf and not begin <= segment.written_s <= end
+    ]
+    remover.announce([segment.number for segment in old])
+    for segment in old:
+        remover.expire(segment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,9 @@ _BYTES_PER_S = 2**16
 """What states take of a directory's writes at most, but for those that cannot wait."""
 _MARKS_KEPT = 1000
 """Chunks in quarantine that are written down, those of the newest segments: others are found to be damaged again."""
+_GOING_SHARE = 16
+"""One in so many segments may be evicted before another state has to be written for that."""
+_UNKNOWN = SegmentState()
 
 
 class SavedState:
@@ -36,7 +39,7 @@ class SavedState:
         self._volumes = volumes
         self._catalog = catalog
         self._identity = self._published = identity
-        self._unseen = dict(unseen)
+        self.unseen = dict(unseen)
         """What the state said of segments in directories that were out at the start: it says so until they are back."""
         self._state = state
         """As it was written last, ..."""
@@ -65,24 +68,9 @@ class SavedState:
         """
         with self._lock:
             if last:
-                self._put(replace(self._made(meta), is_final=True))
+                self._put(self._made(meta, ()))
             elif time.monotonic() >= self._next_at:
-                self._save(meta)
-
-    def begin(self) -> None:
-        """To be called before anything is deleted: who finds it gone after a kill does not take it for lost.
-
-        Where no state can be written, it is deleted all the same.
-        """
-        with self._lock, contextlib.suppress(StoreError):
-            if self._state.serial:
-                self._put(replace(self._state, is_final=False))
-                self._next_at = 0.0  # it holds up no other
-
-    def recall(self, segment: int) -> SegmentState | None:
-        """What the state said of a segment that has come back with its directory; says so no more itself."""
-        with self._lock:
-            return self._unseen.pop(segment, None)
+                self._save(meta, self._coldest())
 
     def save_everywhere(self, meta: Mapping[str, Any]) -> None:
         """The same at once, and no directory keeps an older state.
@@ -91,10 +79,28 @@ class SavedState:
             StoreError: one does.
         """
         with self._lock:
-            taken = self._put(self._made(meta))
+            taken = self._put(self._made(meta, self._coldest()))
             for volume in self._volumes:
                 if volume.stripe not in taken:
                     raise StoreIOError(f"{volume.path} keeps an older state: {volume.health.reason}")
+
+    def announce(self, segments: Iterable[int]) -> None:
+        """To be called before files are deleted or erased on purpose: who finds them gone after a kill knows why.
+
+        Mostly the state that was written last names them already. Where none can be written, they go all the same.
+        """
+        with self._lock:
+            known, first = self._state.segments, self._identity.first_segment
+            going = {*segments}
+            for number in going:
+                self.unseen.pop(number, None)
+            news = {number for number in going if number >= first and number in known and known[number].runs}
+            news -= self._state.going
+            if news:
+                with contextlib.suppress(StoreError):
+                    self._put(
+                        replace(self._state, segments=self._used(), going=self._going(news | self._coldest()))
+                    )
 
     def outgrow(self, other: StoreIdentity) -> None:
         """Let ours count from now on, and no segment that ``other`` cleared, in a directory that was not with us.
@@ -127,17 +133,29 @@ class SavedState:
                     f"back. See to one of them ({sick}): {error}"
                 ) from error
 
+    def _used(self) -> dict[int, SegmentState]:
+        """Segments as they are, but without runs that the last state does not have: nor are they in its ``written``."""
+        last = self._state.segments
+        return {
+            number: replace(item, runs=min(item.runs, last.get(number, _UNKNOWN).runs))
+            for number, item in self._segments().items()
+        }
+
     def _segments(self) -> dict[int, SegmentState]:
         """Those that nobody can see count as used before all others."""
         found = self._catalog.segment_states()
         if all(volume.health.readable for volume in self._volumes):
-            self._unseen.clear()
+            self.unseen.clear()
             return found
         first = self._identity.first_segment
-        return {**{number: item for number, item in self._unseen.items() if number >= first}, **found}
+        return {**{number: item for number, item in self.unseen.items() if number >= first}, **found}
 
-    def _save(self, meta: Mapping[str, Any]) -> None:
-        state = self._made(meta)
+    def _coldest(self) -> set[int]:
+        """What is evicted next, enough to write a state only now and then for the sake of evictions."""
+        return set(self._catalog.coldest(_GOING_SHARE))
+
+    def _save(self, meta: Mapping[str, Any], going: Collection[int]) -> None:
+        state = self._made(meta, going)
         targets = {volume.stripe for volume in self._targets()}
         self._tried &= targets
         # Dicts are equal whatever the order of their keys, which is that of use.
@@ -145,11 +163,15 @@ class SavedState:
         if not is_same or self._tried != targets:
             self._put(state)
 
-    def _made(self, meta: Mapping[str, Any]) -> State:
+    def _made(self, meta: Mapping[str, Any], going: Collection[int]) -> State:
         """As it is now, with the serial number of the last one."""
         marks, segments = self._catalog.quarantined(_MARKS_KEPT), self._segments()
         store_id, serial = self._identity.store_id, self._state.serial
-        return State(store_id, serial, segments, False, marks, dict(meta))
+        return State(store_id, serial, segments, self._going(going), marks, dict(meta))
+
+    def _going(self, here: Collection[int]) -> frozenset[int]:
+        """With those that may be gone already, where nobody can look."""
+        return frozenset(here) | (self.unseen.keys() & self._state.going)
 
     def _targets(self) -> list[Volume]:
         """A small file finds room where a segment does not."""

@@ -32,6 +32,8 @@ _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
 _NO_FILE_ERRNOS = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR})
 """There is no file, or none of ours."""
+_NEAR_BYTES = 2**16
+"""Parts that are smaller are read in windows, several headers at once."""
 
 
 Found = list[tuple[RunPlace, int]]
@@ -144,6 +146,7 @@ class _File:
         self._go_on = go_on
         self.is_sound = True
         """No read has failed."""
+        self._window, self._window_at = b"", 0
         self.size = os.fstat(file.fd).st_size
 
     def read(self, size: int, offset: int) -> bytes:
@@ -157,6 +160,14 @@ class _File:
         self._go_on()
         return data
 
+    def block(self, offset: int, step: int) -> bytes:
+        """The block at ``offset``, which may be short at the end; ``step``: how far from here the next one may be."""
+        inside = offset - self._window_at
+        if not 0 <= inside <= len(self._window) - BLOCK:
+            size = _WINDOW_BYTES // 4 if step < _NEAR_BYTES else BLOCK
+            self._window, self._window_at, inside = self.read(size, offset), offset, 0
+        return self._window[inside : inside + BLOCK]
+
     def next_data(self, offset: int) -> int:
         """Where the hole ends that ``offset`` may lie in; the size if nothing follows."""
         try:
@@ -168,18 +179,18 @@ class _File:
 
 
 def _scan_file(file: _File, here: tuple[int, int, int]) -> Iterator[tuple[RunPlace, bool]]:
-    at = 0
+    at = last = 0
     go_on = BLOCK
     while at + BLOCK <= file.size:
-        header = _header_at(file.read(BLOCK, at), here, at)
+        header = _header_at(file.block(at, at - last), here, at)
         end = 0 if header is None else header.place.end(here[1])
         if header is not None and end <= file.size:
             yield header.place, header.begins_part
             # Other headers may be what a failed write left: the end that they tell must not hide what is before it.
             go_on = (end if header.begins_part else at) + BLOCK
-            at = end
+            last, at = at, end
         else:
-            at = _next_candidate(file, go_on)
+            last, at = at, _next_candidate(file, go_on)
             go_on = at + BLOCK
 
 

@@ -56,7 +56,7 @@ class Space:
         self._catalog = catalog
         self._saved = saved
         free_space = FreeSpace(config, volumes, catalog)
-        self._remover = Remover(volumes, catalog, free_space, observer)
+        self._remover = Remover(volumes, catalog, free_space, observer, saved.announce)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
         self._observer = observer
         self._lock = threading.Lock()
@@ -69,7 +69,6 @@ class Space:
         """Take over what was found at start: segments in use, and files nobody needs."""
         with self._lock:
             self._next_number = next_number
-            self._saved.begin()
             for segment in segments:
                 self._trimmed(segment, segment.tidy)
                 self._catalog.add_segment(segment)

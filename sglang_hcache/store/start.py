@@ -96,7 +96,7 @@ def begin(
 def read_state(volumes: Sequence[Volume], store_id: str) -> tuple[State, dict[int, str]]:
     """The newest that a directory has, nothing is known if none has one; and what is wrong with others, by stripe.
 
-    It is final if all copies are the same.
+    What another copy does not list counts as ``going``.
     """
     found, problems = [State()], {}
     for volume in volumes:
@@ -114,8 +114,9 @@ def read_state(volumes: Sequence[Volume], store_id: str) -> tuple[State, dict[in
                 problems[volume.stripe] = f"{path} cannot be used: {error}"
     newest = max(found, key=lambda state: state.serial)
     # Where each directory was used without the other, what one of them let go is not lost.
-    agree = all(state == newest for state in found if state.serial)
-    return replace(newest, is_final=newest.is_final and agree), problems
+    copies = [state.segments.keys() for state in found if state.serial]
+    going = newest.going.union(*(newest.segments.keys() - segments for segments in copies))
+    return replace(newest, going=going), problems
 
 
 def _next_number(highest: int, files: Files) -> int:

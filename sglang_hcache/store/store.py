@@ -338,7 +338,7 @@ class DiskStore:
     def _write_down(self, *, last: bool = False) -> None:
         self._used_bytes = self._space.used_bytes()
         if self._tally.is_measuring and not last:
-            return  # what is measured goes again, and counts nowhere
+            return  # no start takes what is measured for runs that were lost
         # On a disk that is full it is tried, and no failure.
         is_needed = last or any(volume.health.writable for volume in self._volumes)
         # What one thread has dropped, another one must not write after it.

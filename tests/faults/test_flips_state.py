@@ -18,7 +18,7 @@ from sglang_hcache.store.format.state import SegmentState, State
 from sglang_hcache.testing.open_store import Inside
 from tests.faults.damage import ALL, examine, flip, in_time, read_as, rows_of_table, served, takes_writes
 
-FIELDS = ("store_id", "serial", "segments", "is_final", "quarantined", "meta")
+FIELDS = ("store_id", "serial", "segments", "going", "quarantined", "meta")
 META = ("totals", "written", "directories", "namespaces")
 VALUES = (
     None, True, -1, 0, 7, 2**62, 2**200, 1.5, float("nan"), float("inf"), "", "text", [], [[[0]]], [1, "x"], {},

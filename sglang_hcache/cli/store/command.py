@@ -253,9 +253,9 @@ def _fsck(
 ) -> None:
     """Check directories, superblocks, files and the headers in them, and say how to repair what is wrong.
 
-    What a server knew when it stopped in good order, and files no longer hold, is lost, and is reported until a server
-    has started; while one runs, and after a kill, it may have been evicted. Does not read the chunks; `hcache store
-    verify` does. Exit status 1 if something is wrong; notes, such as of a disk without room, do not count.
+    What a server knew and files no longer hold is lost, and is reported until a server has started. Does not read the
+    chunks; `hcache store verify` does. Exit status 1 if something is wrong; notes, such as of a disk without room, do
+    not count.
 
     --rebuild trusts only the headers in the segment files. A directory without a superblock is added if it is empty (a
     new disk) or if its segments belong to this store. Runs with missing parts are dropped. Counts start again at zero,

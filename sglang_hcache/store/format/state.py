@@ -39,8 +39,8 @@ class State:
     """0: nothing is known."""
     segments: Mapping[int, SegmentState] = field(default_factory=dict)
     """Those that were used longest ago first."""
-    is_final: bool = False
-    """Written by who closed the store: nothing was deleted since."""
+    going: frozenset[int] = frozenset()
+    """Those of which files may have been deleted or erased on purpose since this was written."""
     quarantined: Mapping[bytes, dict[int, str]] = field(default_factory=dict)
     """Run id -> chunk of the run -> why it is not served."""
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class State:
             "store_id": self.store_id,
             "serial": self.serial,
             "segments": {number: [item.score, item.runs] for number, item in self.segments.items()},
-            "is_final": self.is_final,
+            "going": sorted(self.going),
             "quarantined": {run_id.hex(): dict(why) for run_id, why in self.quarantined.items()},
             "meta": dict(self.meta),
         }
@@ -76,7 +76,7 @@ class State:
             str(found.get("store_id")),
             serial,
             built(_segments_of, found.get("segments")),
-            found.get("is_final") is True,
+            frozenset(built(_numbers_of, found.get("going"))),
             built(_quarantined_of, found.get("quarantined")),
             built(dict, found.get("meta")),
         )
@@ -101,6 +101,10 @@ def _segments_of(found: dict[str, Any]) -> dict[int, SegmentState]:
         for number, item in segments.items()
         if 0 <= number <= MAX_SEGMENT and 0 <= item.score < math.inf and item.runs >= 0
     }
+
+
+def _numbers_of(found: list[Any]) -> dict[int, None]:
+    return dict.fromkeys(map(int, found))
 
 
 def _quarantined_of(found: dict[str, Any]) -> dict[bytes, dict[int, str]]:

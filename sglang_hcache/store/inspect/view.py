@@ -124,9 +124,8 @@ class StoreView:
             contents = Files.listed(sight.identity.first_segment, sight.volumes).read(sight.volumes)
             files = replace(contents.files, first_segment=sight.first_segment())
             contents = replace(contents, files=files)
-            state, problems = read_state(sight.volumes, sight.identity.store_id)
-            state = replace(state, is_final=state.is_final and state.serial == before.serial)
-            return cls(sight, contents, state, [*problems.values()], holder)
+            after, problems = read_state(sight.volumes, sight.identity.store_id)
+            return cls(sight, contents, _meanwhile(before, after), [*problems.values()], holder)
         except BaseException:
             sight.close()
             raise
@@ -252,6 +251,18 @@ class StoreView:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
         written_s = self.files.written_s(place.segment)
         return written_s if written_s > -math.inf else None
+
+
+def _meanwhile(before: State, after: State) -> State:
+    """What is known of files that were looked at between two states of a running server."""
+    both = before.segments.keys() & after.segments.keys()
+    segments = {
+        number: replace(
+            after.segments[number], runs=min(before.segments[number].runs, after.segments[number].runs)
+        )
+        for number in both
+    }
+    return replace(after, segments=segments, going=before.going | after.going)
 
 
 def _count_chunks(runs: Sequence[RunInfo]) -> int:

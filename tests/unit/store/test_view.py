@@ -407,23 +407,33 @@ def test_what_a_server_clears_meanwhile_is_not_lost(
         assert not [item.what for item in check(view) if item.is_error]
 
 
-def test_what_a_server_stores_while_files_are_read_is_not_lost(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("kind", ["new", "evicted", "fewer runs"])
+def test_between_two_states_of_a_server_nothing_is_lost(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """It starts and ends meanwhile."""
+    """Files are listed between the states: what only one of them has may not be there yet, or not any more."""
     config = small_config(tmp_path)
-    open_store(config).close()
+    store = open_store(config)
+    for number in range(RUNS - 1):  # the last segment is half full
+        write_keys(store, keys_of(number), LAYERS)
+    save(store)
     read = Files.read
 
-    def read_then_store(files: Files, volumes: Sequence[Volume]) -> Contents:
-        monkeypatch.undo()
+    def change_then(files: Files, volumes: Sequence[Volume]) -> Contents:
+        if kind == "evicted":
+            assert store.evict_one()
+        elif kind == "fewer runs":
+            Inside(store).catalog.quarantine(
+                Inside(store).runs()[-1], dict.fromkeys(range(CHUNKS), "damaged")
+            )
         found = read(files, volumes)
-        store = open_store(config)
-        write_keys(store, keys_of(0), LAYERS)
-        store.close()
+        if kind == "new":
+            for number in range(RUNS - 1, 2 * RUNS):
+                write_keys(store, keys_of(number), LAYERS)
+        save(store)
         return found
 
-    monkeypatch.setattr(Files, "read", read_then_store)
+    monkeypatch.setattr(Files, "read", change_then)
     with StoreView.open(config.dirs) as view:
-        assert view.state.segments
         assert not view.lost
