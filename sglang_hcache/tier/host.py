@@ -8,10 +8,10 @@ Life of a slot::
                             \\--- release() --> free
 
 *Dirty* chunks still have to be written to disk; *clean* ones need not: they are there, or could not be written, or
-there is no disk tier. One that is not there after all is dirty again when it is used again.
-Only clean, unpinned chunks are evicted, least recently used first, and of a prefix its tail before its head, without
-which it is of no use. Every method is short, takes the one lock and never does I/O, so the serving thread may call any
-of them.
+there is no disk tier. One that is not there after all is dirty again when it is used again, unless there is a maximum
+age on disk. Only clean, unpinned chunks are evicted, least recently used first, and of a prefix its tail before its
+head, without which it is of no use. Every method is short, takes the one lock and never does I/O, so the serving thread
+may call any of them.
 
 A prefix in slots that follow each other is restored from where it is (:class:`SlotMemory`): a chunk goes behind the one
 before it.
