@@ -22,14 +22,12 @@ from common.options import AsJson, Out, Quick, prepare_out
 from common.terminal import new_progress
 from sglang_hcache.cli.options import parsed
 from sglang_hcache.core.units import parse_size
+from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.io.nixl import nixl_problem
 from storage import report
 from storage.bench import KIB, Bench, Plan
 from storage.disk_store import StoreLoad
 from storage.report import FLOORS
-
-BLOCK_UNIT = 4096
-"""Bytes: what O_DIRECT takes on every disk."""
 
 
 def make_plan(
@@ -61,8 +59,8 @@ def parse_block(text: str) -> int:
         ValueError: it is none that can be read and written past the page cache.
     """
     block = parse_size(text)
-    if not block or block % BLOCK_UNIT:
-        raise ValueError(f"{text!r} is not allowed; it must be a multiple of {BLOCK_UNIT:,} bytes, and not 0")
+    if not block or block % BLOCK:
+        raise ValueError(f"{text!r} is not allowed; it must be a multiple of {BLOCK:,} bytes, and not 0")
     return block
 
 

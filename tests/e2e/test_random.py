@@ -156,9 +156,8 @@ class Users:
         if "output_token_logprobs" not in answer.get("meta_info", {}):
             return  # aborted before it was computed
         tokens, scored = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
-        if len(scored) > len(
-            tokens
-        ):  # a stream that is aborted after it was retracted ends with its last token alone
+        # A stream that is aborted after it was retracted ends with its last token alone.
+        if len(scored) > len(tokens):
             tokens = [token for _, token, _ in scored]
         logprobs = [logprob for logprob, _, _ in scored]
         self.said.append(Said(prompt, tokens, logprobs if len(logprobs) == len(tokens) else None))

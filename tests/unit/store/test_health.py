@@ -368,9 +368,8 @@ def test_a_deleted_directory_is_noticed_and_made_anew(
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
-    shutil.rmtree(
-        config.dirs[stripe].rename(tmp_path / "gone"), ignore_errors=True
-    )  # a state may be written there now
+    # A state may be written there now.
+    shutil.rmtree(config.dirs[stripe].rename(tmp_path / "gone"), ignore_errors=True)
     wait_until(lambda: counters["store.directory_recoveries"] == 1)
     assert match_keys(store, OLD) == 0, "half of it is gone"
     wait_until(lambda: _writes(store, NEW))
