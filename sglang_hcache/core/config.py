@@ -107,7 +107,7 @@ class HCacheConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     dirs: tuple[Path, ...] = ()
-    """Directories of the disk tier, one per device, at most 16, separated by commas. Without this flag there is only
+    """Directories of the disk tier, one per drive, at most 16, separated by commas. Without this flag there is only
     the host tier, and nothing is written to disk."""
     disk_size: Size = 64 * 10**9
     """Hard cap on the physical bytes of the disk tier: all directories and all ranks together."""

@@ -27,7 +27,7 @@ class RestoreEngine:
     Args:
         pipeline: closed with the engine.
         observer: told of errors that nobody foresaw. How a restore ended is known where all of its parts are.
-        on_change: called on the compute thread when a job is ASKED, and when it is over, whatever its outcome.
+        on_change: called on the compute thread when a job is CERTAIN, and when it is over, whatever its outcome.
     """
 
     def __init__(self, pipeline: LayerPipeline, observer: Observer, on_change: Callable[[], None]) -> None:

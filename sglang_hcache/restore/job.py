@@ -2,13 +2,12 @@
 
 ::
 
-    QUEUED -- engine begins it --> RUNNING --+--> ASKED ---> DONE   every layer verified and written
-       |                                     +--> FAILED            an error, or its deadline passed
-       '-------------------------------------+--> CANCELLED         nobody wants it any more
+    QUEUED -- engine begins it --> RUNNING --+--> CERTAIN ---> DONE   every layer verified and written
+       |                                     +--> FAILED              an error, or its deadline passed
+       '-------------------------------------+--> CANCELLED           nobody wants it any more
 
-ASKED: every layer was verified, and a GPU has been asked to write all that is left. Nothing can fail
-any more, short of an error of CUDA's, and what the device does behind :attr:`RestoreJob.written` finds K and V. On a
-CPU it is left out.
+CERTAIN: every layer was verified, and all that is left is queued on a GPU. Nothing can fail any more, short of an error
+of CUDA's, and what the device does behind :attr:`RestoreJob.written` finds K and V. On a CPU it is left out.
 
 The engine's thread moves the state, but for one: a job that is cancelled before it began is over at once, however long
 those before it take. Slots may be used again once :attr:`RestoreJob.is_over` is true, or behind ``written``.
@@ -39,7 +38,7 @@ _LOOK_AGAIN_S = 0.0005
 class RestoreState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
-    ASKED = "asked"
+    CERTAIN = "certain"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -68,7 +67,7 @@ class RestoreJob:
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
     written: Written | None = None
-    """When the device has written all of it; known from ASKED on."""
+    """When the device has written all of it; known from CERTAIN on."""
     submitted: float = field(default_factory=time.monotonic)
     started: float = math.inf
     """When the engine began with it."""
@@ -118,7 +117,7 @@ class RestoreJob:
     @property
     def is_certain(self) -> bool:
         """Whether every layer was verified, and is in the slots or will be behind ``written``."""
-        return self.state in (RestoreState.ASKED, RestoreState.DONE)
+        return self.state in (RestoreState.CERTAIN, RestoreState.DONE)
 
     def begin(self) -> bool:
         """The engine begins with it; False if it was cancelled before."""
@@ -134,7 +133,7 @@ class RestoreJob:
             RestoreCancelledError, RestoreTimeoutError: the job must not go on.
         """
         self.check()
-        self.written, self.state = written, RestoreState.ASKED
+        self.written, self.state = written, RestoreState.CERTAIN
 
     def cancel(self) -> None:
         """Stop before the next layer, also one that is being read. The job is over only when its state says so."""

@@ -178,11 +178,11 @@ class LayerPipeline:
         """Reads that went on when their job was over."""
         self._replace_buffers()
 
-    def run(self, job: RestoreJob, when_asked: Callable[[], None] = lambda: None) -> None:
+    def run(self, job: RestoreJob, when_certain: Callable[[], None] = lambda: None) -> None:
         """Write K and V of every layer to ``job.slots``; returns only when all layers were verified.
 
         Args:
-            when_asked: called when the job is ASKED.
+            when_certain: called when the job is CERTAIN.
 
         Raises:
             RestoreCancelledError, RestoreTimeoutError: the job was stopped.
@@ -205,7 +205,7 @@ class LayerPipeline:
                     written = None if steps or reads else self._restorer.written()
                     if written is not None:
                         job.ask(written)
-                        when_asked()
+                        when_certain()
         finally:
             for write in writes:  # whoever sees the job's end may use its slots
                 write.stop()

@@ -33,7 +33,7 @@ from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 _MANAGERS = "sglang.srt.managers"
 _POLICY = f"{_MANAGERS}.schedule_policy.SchedulePolicy"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_CAPTURE = "sglang.srt.distributed.parallel_state.GroupCoordinator.graph_capture"
+_GRAPH_CAPTURE = "sglang.srt.distributed.parallel_state.GroupCoordinator.graph_capture"
 _LOOP = f"{_MANAGERS}.scheduler.dispatch_event_loop"
 _DECODE_PAGES = "sglang.srt.mem_cache.allocation.alloc_paged_token_slots_decode"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -75,7 +75,7 @@ def install(device: str) -> None:
         targets[f"{_MANAGERS}.scheduler.Scheduler.{method}"] = (load_everywhere, HookType.AROUND)
     if device == "cuda":
         sys.setswitchinterval(_SWITCH_S)
-        targets[_CAPTURE] = (capture_first, HookType.AROUND)
+        targets[_GRAPH_CAPTURE] = (capture_first, HookType.AROUND)
         targets[_LOOP] = (schedule_first, HookType.AROUND)
     for method in (
         *(f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc")),

@@ -29,7 +29,7 @@ class StoreConfig:
     """
 
     dirs: tuple[Path, ...]
-    """One directory per device. Their order does not matter once the store exists."""
+    """One directory per drive. Their order does not matter once the store exists."""
     size_bytes: int
     """Hard cap on physical bytes, all directories together."""
     free_floor_bytes: int

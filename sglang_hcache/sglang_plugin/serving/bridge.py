@@ -233,6 +233,7 @@ class Bridge:
         return {
             **tier_state(self.tiers),
             "version": __version__,
+            "settings": self.config.model_dump(mode="json"),
             "ranks": self.ranks.size,
             "counters": self.counters.snapshot(),
             "measures": self.counters.measures(),

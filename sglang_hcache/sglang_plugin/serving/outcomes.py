@@ -46,7 +46,7 @@ class Outcomes:
         slowest_s, taken_s, *without_copies = (-time_s for time_s in times)
         restore.slowest_s = slowest_s
         self._observer.count(f"restore.{restore.outcome}")
-        if restore.is_complete:
+        if restore.is_certain:
             self._report(restore)
         if restore.decision is not None:
             self._report_gain(restore, restore.decision.recompute_s, taken_s)
@@ -69,7 +69,7 @@ class Outcomes:
         if self._gate is None or restore.decision is None:
             return
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
-        if (restore.is_complete or is_late) and not restore.is_disturbed:
+        if (restore.is_certain or is_late) and not restore.is_disturbed:
             recomputation = restore.recomputation
             is_timed = recomputation is not None and recomputation.is_complete
             first_layers_s = recomputation.seconds if recomputation and is_timed else None
@@ -79,18 +79,18 @@ class Outcomes:
                 first_layers_s,
                 others_s=others_s,
                 waited_s=waited_s,
-                is_complete=restore.is_complete,
+                is_complete=restore.is_certain,
             )
 
     def _report_gain(self, restore: Restore, recompute_s: float, taken_s: float) -> None:
         """What it saved the request that waited for it, or cost it, against recomputing at once."""
-        is_of_use = restore.is_complete and restore.ticket is not None
+        is_of_use = restore.is_certain and restore.ticket is not None
         if is_of_use and taken_s <= recompute_s:
             self._observer.observe("restore.saved_seconds", recompute_s - taken_s)
         elif is_of_use:
             self._observer.observe("restore.lost_seconds_slower", taken_s - recompute_s)
         else:
-            reason = "cancelled" if restore.is_complete else restore.outcome
+            reason = "cancelled" if restore.is_certain else restore.outcome
             self._observer.observe(f"restore.lost_seconds_{reason}", taken_s)
 
     def _report(self, restore: Restore) -> None:

@@ -248,7 +248,7 @@ class RestoreCoordinator:
             self._outcomes.over(restore)
             if not restore.is_in_tree:
                 self._settle(restore)
-            elif not restore.is_complete:
+            elif not restore.is_certain:
                 raise RuntimeError(
                     f"hcache: a restore failed on the device, which requests may have read: {restore.job.error!r}"
                 )
@@ -257,7 +257,7 @@ class RestoreCoordinator:
     def _settle(self, restore: Restore) -> None:
         """One that is over: what it brought is the tree's, or nobody's."""
         ticket = restore.ticket
-        if ticket is not None and restore.is_complete:
+        if ticket is not None and restore.is_certain:
             self._insert(ticket, restore)
             return
         self._look_again()

@@ -103,7 +103,7 @@ class Running:
         """
         # All ranks have to ask about the same restores, so how far a job is here must not decide which.
         restores = [restore for restore in self._restores if restore.ticket and not restore.is_in_tree]
-        agreed = self._ranks.minimum(*(restore.is_complete for restore in restores)) if restores else ()
+        agreed = self._ranks.minimum(*(restore.is_certain for restore in restores)) if restores else ()
         certain = [restore for restore, is_certain in zip(restores, agreed, strict=True) if is_certain]
         for restore in certain:
             restore.is_in_tree = True

@@ -27,7 +27,7 @@ others before it."""
 class _Attempt(Enum):
     """How an attempt to start a restore went."""
 
-    DECIDED = "it runs, or is not needed, or waits for another request's restore"
+    GO_ON = "it runs, is not needed, waits for another request's restore, or is looked up anew"
     NO_ROOM = "it waits for slots, and so do those behind it"
     TOO_EARLY = "it would lie idle for long, and so would those of the requests behind it"
 
@@ -137,7 +137,7 @@ class Starter:
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
                 attempt = _Attempt.NO_ROOM if is_full else self._start(ticket, ahead)
-                if attempt is not _Attempt.DECIDED:
+                if attempt is not _Attempt.GO_ON:
                     self._refused = ticket if attempt is _Attempt.NO_ROOM else None
                     break
             self._before.add(request.rid)
@@ -166,20 +166,20 @@ class Starter:
         # Many may wait for the same restore, or for room, in each round: nothing is looked up for them.
         awaited = ticket.awaits
         if awaited is not None and awaited in self._running and not awaited.is_in_tree:
-            return _Attempt.DECIDED
+            return _Attempt.GO_ON
         if not self._may_have_room(ticket, ahead):
             return _Attempt.NO_ROOM
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS : ticket.most_chunks]
         if self._awaits_another(ticket, len(match), missing, ahead):
-            return _Attempt.DECIDED
+            return _Attempt.GO_ON
         (found,) = self._maker.find([missing])
         keys = missing[:found]
         self._maker.missed(ticket, missing[found : found + 1])
         ticket.on_device = len(match)
         if not keys:
             ticket.enter(Phase.RESOLVED)
-            return _Attempt.DECIDED
+            return _Attempt.GO_ON
         return self._begin(ticket, match, keys, ahead)
 
     def _may_have_room(self, ticket: Ticket, ahead: Ahead) -> bool:
@@ -226,7 +226,7 @@ class Starter:
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, behind_s)
             ticket.give_up()
-            return _Attempt.DECIDED
+            return _Attempt.GO_ON
         if verdict.idle_s > self._most_idle_s:
             return _Attempt.TOO_EARLY
         slots = self._room.take(match, count, ahead.tokens)
@@ -240,7 +240,7 @@ class Starter:
         except (TierMissError, StoreError):
             self._tree.free(slots)
             self._tree.unlock(match.node)
-            return _Attempt.DECIDED  # gone since the look-up: it is looked up anew in the next round
+            return _Attempt.GO_ON  # gone since the look-up: it is looked up anew in the next round
         ticket.restore = restore
         self._running.add(restore)
         ticket.attempts += 1
@@ -248,11 +248,11 @@ class Starter:
         ticket.note("restore of %d tokens behind %d starts: %s", count, len(match), decision)
         ticket.enter(Phase.RUNNING)
         self._engine.submit(restore.job)
-        return _Attempt.DECIDED
+        return _Attempt.GO_ON
 
     def _begin_head(
         self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead
     ) -> _Attempt:
         """Restore only ``keys``, which are in host memory, or nothing if there are none."""
         ticket.fall_back()
-        return self._begin(ticket, match, keys, ahead) if keys else _Attempt.DECIDED
+        return self._begin(ticket, match, keys, ahead) if keys else _Attempt.GO_ON

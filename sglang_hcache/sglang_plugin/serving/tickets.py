@@ -84,7 +84,7 @@ class Restore:
         return self.job.is_over and not self.is_recomputing
 
     @property
-    def is_complete(self) -> bool:
+    def is_certain(self) -> bool:
         """Whether every layer is in the slots, or will be behind :attr:`RestoreJob.written`."""
         is_computed = self.recomputation is None or self.recomputation.is_complete
         return self.job.is_certain and is_computed and not self.missing_elsewhere
@@ -92,7 +92,7 @@ class Restore:
     @property
     def outcome(self) -> str:
         """How it ended for all ranks together, once it is over: ``restore.`` and this counts it."""
-        if self.is_complete:
+        if self.is_certain:
             return "done"
         is_try = self.decision is not None and self.decision.is_try
         # If no job has failed, its layers could not be recomputed.
@@ -139,7 +139,7 @@ class Restore:
 
     def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:
         """How many of the prompt's first ``prefix_tokens`` came from host memory, and from disk."""
-        used = max(0, min(prefix_tokens, self.end) - self.start) // CHUNK_TOKENS if self.is_complete else 0
+        used = max(0, min(prefix_tokens, self.end) - self.start) // CHUNK_TOKENS if self.is_certain else 0
         on_host = sum(source == HOST for source in self.job.sources[:used])
         return CHUNK_TOKENS * on_host, CHUNK_TOKENS * (used - on_host)
 

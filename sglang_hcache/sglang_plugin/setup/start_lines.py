@@ -18,6 +18,9 @@ from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
+_FEW_POOLS = 1.5
+"""With less host memory than so many KV pools, less than a third of what returned was found there, in a simulation."""
+
 
 def log_model(
     config: HCacheConfig,
@@ -82,13 +85,13 @@ def log_tiers(
         format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, budget.ring_rows, disk,
         config.write_policy,
     )  # fmt: skip
-    if tiers.host.num_slots * CHUNK_TOKENS <= pool_tokens:
+    if tiers.host.num_slots * CHUNK_TOKENS < _FEW_POOLS * pool_tokens:
         row_bytes = sum(tiers.layout.row_bytes)
         logger.log(
             logging.INFO if tiers.may_have_disk else logging.WARNING,
-            "hcache: the KV pool holds %d tokens, no fewer than the host tier: what the pool drops has mostly left the "
-            "host tier before, so hardly anything is restored from there; for twice as many set --hcache-host-size to "
-            "%s, or give the pool less (--max-total-tokens)", pool_tokens,
+            "hcache: the KV pool holds %d tokens, and the host tier less than %g times as many: much of what the pool "
+            "drops has left the host tier before, so little is restored from there; for %g times as many set "
+            "--hcache-host-size to %s, or give the pool less (--max-total-tokens)", pool_tokens, _FEW_POOLS, KV_POOLS,
             format_bytes(num_ranks * host_size_for(budget.ring_rows * row_bytes, KV_POOLS * pool_tokens * row_bytes)),
         )  # fmt: skip
 

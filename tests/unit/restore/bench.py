@@ -124,7 +124,7 @@ class Bench:
                 host.layer_of(slot, layer)[:] = self.stored[layer, rows].reshape(-1).view(torch.uint8).numpy()
             self.tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         self.pool = Pool()
-        self.when_asked: Callable[[RestoreJob], None] = lambda _job: None
+        self.when_certain: Callable[[RestoreJob], None] = lambda _job: None
         self.over = threading.Event()
         num_rows = STAGED_ROWS if layout is LAYOUT else STAGED_KV_ROWS
         sizes = StageSizes(num_rows * layout.row_bytes[0], num_rows * 8 * WIDTH)
@@ -178,8 +178,8 @@ class Bench:
     def _is_told(self) -> None:
         job = self.engine._job
         assert job is not None
-        if job.state is RestoreState.ASKED:
-            self.when_asked(job)
+        if job.state is RestoreState.CERTAIN:
+            self.when_certain(job)
         else:
             self.over.set()
 

@@ -47,7 +47,7 @@ class PassBehind:
             hold_up(mark)
 
         self._passes._hold_up = note
-        bench.when_asked = self._queue
+        bench.when_certain = self._queue
 
     def _queue(self, job: RestoreJob) -> None:
         self.left.append(self._bench.streams.num_waiting)

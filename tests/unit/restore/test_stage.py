@@ -130,7 +130,7 @@ def test_nothing_stops_what_the_device_was_asked_for() -> None:
         job.cancel()
         job.deadline_s = 0.0
 
-    bench.when_asked = stop
+    bench.when_certain = stop
     job = bench.run(first=0)
     assert job.state is RestoreState.DONE, job.error
 
@@ -146,14 +146,14 @@ def test_a_restore_is_asked_for_as_a_whole_unless_it_is_large(
         DelayedMark, "is_reached", lambda _mark: False
     )  # it does nothing unless somebody waits
     done: list[bool] = []
-    bench.when_asked = lambda _job: done.append(any(queue.done for queue in bench.streams.queues.values()))
+    bench.when_certain = lambda _job: done.append(any(queue.done for queue in bench.streams.queues.values()))
     assert bench.run(first=0).state is RestoreState.DONE
     assert done == [waits]
 
 
 def test_what_was_stopped_before_is_not_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, asked = device_bench("copies first", 0, "in place"), []
-    bench.when_asked = asked.append
+    bench.when_certain = asked.append
     start = DeviceStage.start
 
     def cancel_behind_it(stage: DeviceStage, *arguments: Any) -> Any:

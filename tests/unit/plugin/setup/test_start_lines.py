@@ -35,8 +35,8 @@ def test_the_write_budget_of_a_disk_tier(
 
 
 @pytest.mark.parametrize("has_disk", [True, False])
-@pytest.mark.parametrize(("pool_tokens", "is_told"), [(9 * 64 - 1, False), (9 * 64, True)])
-def test_a_host_tier_that_holds_no_more_than_the_pool(
+@pytest.mark.parametrize(("pool_tokens", "is_told"), [(6 * 64, False), (6 * 64 + 1, True)])
+def test_a_host_tier_that_is_small_beside_the_pool(
     pool_tokens: int, is_told: bool, has_disk: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has a place before a disk tier, and next to none without one."""
@@ -46,6 +46,6 @@ def test_a_host_tier_that_holds_no_more_than_the_pool(
     )  # fmt: skip
     with caplog.at_level(logging.INFO):
         log_tiers(HCacheConfig(), tiers, HostBudget.least(), pool_tokens, num_ranks=2)
-    # Staging of 64 tokens and room for 2 * 576, of 1 MB each, and an eighth for restores: on each of two ranks.
-    found = [record for record in caplog.records if "set --hcache-host-size to 2.8 GB, or" in record.message]
+    # Staging of 64 tokens and room for 2 * 385, of 1 MB each, and an eighth for restores: on each of two ranks.
+    found = [record for record in caplog.records if "set --hcache-host-size to 1.9 GB, or" in record.message]
     assert [record.levelno for record in found] == ([logging.INFO if has_disk else logging.WARNING] * is_told)
