@@ -105,7 +105,8 @@ class Session:
         except ChatError as error:
             self._tell(f"The GPU cache was not cleared. {error}. {self._hint(error)}".rstrip(), is_error=True)
             return False
-        self._tell("GPU cache cleared. The next answer shows what the tier brings back.")
+        has_tier = self._watch.look.tier is not None
+        self._tell("GPU cache cleared." + " The next answer shows what the tier brings back." * has_tier)
         self._watch.hurry()
         return True
 

@@ -227,6 +227,7 @@ def test_clearing_the_gpu_cache(status: int) -> None:
             assert await session.clear_gpu_cache() == (status == 200)
             assert session.notice.is_error == (status == 400)
             assert ("Flush cache failed." in session.notice.text) == (status == 400)
+            assert "tier" not in session.notice.text, "nothing is known of one"
 
     asyncio.run(run())
 
