@@ -27,7 +27,7 @@ class Idling:
             self._let_in = not self._let_in and self._may_admit()
             if not self._let_in:
                 running.wait(restores.scheduler.doze)
-                restores.reap()  # whose restore is over by now is admitted in this round
+                restores.go_on()  # whose restore is over by now is admitted in this round
         elif self._saving.is_busy:
             self._let_save = not self._let_save or not any(True for _ in restores.scheduler.waiting())
             if self._let_save:

@@ -122,7 +122,7 @@ class RestoreCoordinator:
         if ticket is None:
             return True
         if self._ranks.size == 1 and ticket.is_outdated(self._tree.evictions):
-            self._starter.look_up(ticket)  # several ranks do it together, in tick
+            self._starter.look_up(ticket)  # evicted since the tick, in which several ranks do it together
         return ticket.phase in (Phase.RESOLVED, Phase.PINNED)
 
     def admitted(self, rid: str, prefix_tokens: int) -> Admission:
@@ -225,14 +225,26 @@ class RestoreCoordinator:
         self._maker.give_up_late(self.running)
         self.reap()
         self._relieve()
+        # Before SGLang asks: whose restore starts only then has lost its place to those behind it.
+        self._look_up_outdated()
+        seen = self._tree.evictions
         self._starter.start_pending()
         self._maker.advance(self.running)
-        # Last: a restore that starts may evict what others have. Not while nobody is admitted: evictions go on, and
-        # a request has few attempts.
-        if self._ranks.size > 1 and self.scheduler.looks_at_queue():
+        # A restore that starts may evict what others have; one rank looks for that when SGLang asks.
+        if self._ranks.size > 1 and self._tree.evictions != seen:
+            self._look_up_outdated()
+
+    def _look_up_outdated(self) -> None:
+        """Not while nobody is admitted: evictions go on, and a request has few attempts."""
+        if self.scheduler.looks_at_queue():
             self._starter.look_up(*self.waiting.outdated(self._tree.evictions))
 
     # -- finishing -------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Settle, and start what waited for that: else those behind it would be admitted before it."""
+        self.reap()
+        self._starter.start_pending()
 
     def reap(self) -> None:
         """Settle the jobs that are over, or certain: into the tree, or back to the free slots."""

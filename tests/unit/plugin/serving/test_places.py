@@ -36,6 +36,34 @@ def test_who_waits_for_its_restore_keeps_its_place(places: int, admitted: list[s
     assert all(world.coordinator.may_be_admitted(rid) for rid in "abcd")
 
 
+def test_who_waits_for_another_ones_restore_keeps_its_place_when_that_is_over() -> None:
+    """Also if it ends right before SGLang looks at its queue."""
+    world = World()
+    world.scheduler.most_places = 2
+    world.store(tokens(1, 4))
+    for rid in ("first", "second"):
+        world.queue(rid, tokens(1, 4))
+    world.queue("new", [7] * 10)
+    world.coordinator.tick()
+    assert not any(world.coordinator.may_be_admitted(rid) for rid in ("first", "second", "new"))
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.go_on()
+    assert all(world.coordinator.may_be_admitted(rid) for rid in ("first", "second", "new"))
+
+
+def test_whose_prefix_was_evicted_while_it_waited_keeps_its_place() -> None:
+    world = World()
+    world.scheduler.most_places = 1
+    world.store(tokens(1, 4))
+    world.tree.compute(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.queue("new", [7] * 10)
+    world.tree.evict_all()
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    assert [world.coordinator.may_be_admitted(rid) for rid in ("a", "new")] == [False, False]
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("have_tickets", [False, True])
 def test_several_that_come_at_once_do_not_take_it_either(have_tickets: bool, is_held: bool) -> None:

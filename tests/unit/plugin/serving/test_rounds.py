@@ -26,7 +26,7 @@ class Round:
         self.bridge.saving = SimpleNamespace(is_busy=False, tick=lambda: None)
         self.bridge.restores = SimpleNamespace(
             tick=lambda: self.calls.append("tick"),
-            reap=lambda: self.calls.append("reap"),
+            go_on=lambda: self.calls.append("go on"),
             waiting=SimpleNamespace(num_restoring=0),
             may_be_admitted=lambda rid: self.admits,
             running=self.running,
@@ -56,14 +56,14 @@ def test_a_restore_that_ends_while_it_is_waited_for_is_settled_in_this_round() -
     """SGLang looks at its queue right behind the call."""
     world = Round()
     world.running.tokens = 64
-    assert world.round() == ["tick", "wait", "reap"]
+    assert world.round() == ["tick", "wait", "go on"]
 
 
 def test_nobody_waits_for_another_ones_restore_before_a_request_is_admitted() -> None:
     world = Round()
     world.running.tokens, world.admits = 64, True
     assert world.round() == ["tick"]
-    assert world.round() == ["tick", "wait", "reap"], "SGLang had no room for it: do not spin"
+    assert world.round() == ["tick", "wait", "go on"], "SGLang had no room for it: do not spin"
     assert world.round() == ["tick"]
 
 
