@@ -101,6 +101,9 @@ class SchedulerView(Protocol):
     def waiting(self) -> Iterator[QueuedRequest]:
         """The requests in the waiting queue, in order."""
 
+    def order_queue(self) -> None:
+        """Put the waiting queue in order now: SGLang does so only when a request may be admitted, and looks at once."""
+
     def prefilling(self) -> tuple[int, int]:
         """Of a prompt that is computed in several passes: tokens left, and the position of the first of them.
 

@@ -225,6 +225,7 @@ class RestoreCoordinator:
         self._maker.give_up_late(self.running)
         self.reap()
         self._relieve()
+        self.scheduler.order_queue()
         # Before SGLang asks: whose restore starts only then has lost its place to those behind it.
         self._look_up_outdated()
         seen = self._tree.evictions

@@ -137,6 +137,8 @@ class Starter:
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
                 attempt = _Attempt.NO_ROOM if is_full else self._start(ticket, ahead)
+                if ticket.phase is Phase.RESOLVED:
+                    self._scheduler.look_again()  # which may have passed it over, and found no room for others
                 if attempt is not _Attempt.GO_ON:
                     self._refused = ticket if attempt is _Attempt.NO_ROOM else None
                     break
@@ -160,6 +162,7 @@ class Starter:
             refused.note("no room for a restore")
             refused.give_up()
             self.look_again()
+            self._scheduler.look_again()
 
     def _start(self, ticket: Ticket, ahead: Ahead) -> _Attempt:
         """Start the ticket's restore, or decide against it."""
@@ -230,6 +233,10 @@ class Starter:
         if verdict.idle_s > self._most_idle_s:
             return _Attempt.TOO_EARLY
         slots = self._room.take(match, count, ahead.tokens)
+        # If only our share is full, those behind it must not hold what it lacks: they would be admitted before it.
+        is_share_full = slots is None and self._room.is_left(count + ahead.tokens)
+        if is_share_full and self._waiting.give_back_pins(keep=self._before):
+            slots = self._room.take(match, count, ahead.tokens)
         if slots is None and verdict.is_try:  # nobody waits for room for that
             return self._begin_head(ticket, match, keys[: verdict.head], ahead)
         if slots is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.observer import Observer
@@ -154,14 +154,18 @@ class Waiting:
         ticket.seen_evictions = self._tree.evictions
         ticket.enter(Phase.RESOLVED)
 
-    def give_back_pins(self, older_than_s: float = 0.0) -> bool:
-        """Let the device evict what was restored for requests that still wait; False if there was nothing."""
+    def give_back_pins(self, older_than_s: float = 0.0, keep: Container[str] = ()) -> bool:
+        """Let the device evict what was restored for requests that still wait, but for those named in ``keep``; False
+        if there was nothing.
+        """
         if not self.pinned_tokens:
             return False
         pinned = [
             ticket
-            for ticket in self._tickets.values()
-            if ticket.phase is Phase.PINNED and self.clock() - ticket.pinned_since >= older_than_s
+            for rid, ticket in self._tickets.items()
+            if ticket.phase is Phase.PINNED
+            and rid not in keep
+            and self.clock() - ticket.pinned_since >= older_than_s
         ]
         for ticket in pinned:
             self._observer.count("restore.pins_given_back")

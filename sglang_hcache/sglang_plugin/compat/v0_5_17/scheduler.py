@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAgnosticPolicy
 from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
 from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
@@ -14,6 +14,9 @@ from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+
+_STEADY = CacheAgnosticPolicy.FCFS, CacheAgnosticPolicy.LOF
+"""Policies that order requests by what they ask for, not by chance, by what is on the device, or by what runs."""
 
 _DOZE_MS, _BLIND_DOZE_MS, _NAP_MS = 50, 5, 1
 """A round for nothing takes the interpreter from who restores for half a millisecond or more. Where nobody sees here
@@ -54,6 +57,11 @@ class SchedulerOf:
             if not is_passed_over:
                 adapters.add(req.lora_id)
             yield QueuedRequest(req.rid, len(req.full_untruncated_fill_ids), new_tokens, is_passed_over)
+
+    def order_queue(self) -> None:
+        policy = self._scheduler.policy
+        if policy.policy in _STEADY:
+            policy.calc_priority(self._scheduler.waiting_queue)
 
     def prefilling(self) -> tuple[int, int]:
         chunked = self._scheduler.chunked_req

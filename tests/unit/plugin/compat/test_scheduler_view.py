@@ -65,6 +65,40 @@ def test_a_prompt_that_is_computed_in_passes() -> None:
     assert SchedulerOf(scheduler).prefilling() == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "has_priorities", "found"),
+    [
+        ("fcfs", False, "abcd"),
+        ("fcfs", True, "badc"),
+        ("lof", False, "dcba"),
+        ("lof", True, "bdac"),
+        ("random", True, "abcd"),
+    ],
+)
+def test_the_queue_is_put_in_order_where_requests_say_what_it_is(
+    name: str, has_priorities: bool, found: str
+) -> None:
+    """By SGLang itself; where the order follows anything else, that is left to the moment when it looks."""
+    from sglang.srt.managers.schedule_policy import SchedulePolicy
+
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
+
+    queue: Any = [
+        SimpleNamespace(
+            rid=rid,
+            priority=priority,
+            time_stats=SimpleNamespace(wait_queue_entry_time=index),
+            sampling_params=SimpleNamespace(max_new_tokens=10 * index),
+        )
+        for index, (rid, priority) in enumerate(zip("abcd", (3, 9, 1, 3), strict=True))
+    ]
+    tree: Any = SimpleNamespace(supports_fast_match_prefix=lambda: False)
+    policy = SchedulePolicy(name, tree, False, has_priorities, False)
+    scheduler: Any = SimpleNamespace(policy=policy, waiting_queue=queue)
+    SchedulerOf(scheduler).order_queue()
+    assert "".join(request.rid for request in queue) == found
+
+
 def test_the_batch_is_full_until_somebody_looks_again() -> None:
     from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 

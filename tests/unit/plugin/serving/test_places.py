@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.sglang_plugin.serving.waiting import Patience
-from tests.unit.plugin.serving.test_restores import World, tokens
+from tests.unit.plugin.serving.test_restores import CAPACITY, World, tokens
 
 
 def timed_world() -> tuple[World, list[float]]:
@@ -62,6 +64,25 @@ def test_whose_prefix_was_evicted_while_it_waited_keeps_its_place() -> None:
     world.coordinator.tick()
     assert len(world.engine.jobs) == 1
     assert [world.coordinator.may_be_admitted(rid) for rid in ("a", "new")] == [False, False]
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_our_share_of_the_pool_is_for_those_who_come_first(comes_first: bool) -> None:
+    """SGLang orders its queue by priority when a place is free, and admits who is restored by then."""
+    world = World()
+    world.scheduler.running = world.scheduler.is_full = True
+    half = CAPACITY // CHUNK_TOKENS // 2
+    for number, (rid, chunks) in enumerate([("low", half), ("high", 2)]):
+        world.store(tokens(number, chunks))
+        world.queue(rid, tokens(number, chunks))
+        world.scheduler.priorities[rid] = number if comes_first else -number
+        world.coordinator.tick()
+        if world.engine.jobs:
+            world.engine.end(RestoreState.DONE)
+            world.coordinator.tick()
+    pinned = [rid for rid in ("low", "high") if world.coordinator.waiting.get(rid).phase is Phase.PINNED]  # type: ignore[union-attr]
+    assert pinned == (["high"] if comes_first else ["low"])
+    assert world.coordinator.may_be_admitted("low"), "with what of it is still on the device"
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -330,6 +330,19 @@ def test_what_is_restored_survives_a_pause_of_the_scheduler(clock: Clock) -> Non
     assert not world.coordinator.waiting.pinned_tokens, "but not to wait for ever"
 
 
+def test_who_is_recomputed_after_all_is_looked_at_again() -> None:
+    """SGLang passed it over while it waited, and found no room for those behind it: it looks at nobody then."""
+    world = world_for(recompute_s=1e-6)
+    world.scheduler.running = True
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    assert not world.coordinator.may_be_admitted("a")
+    world.coordinator.tick()
+    assert world.counters["restore.declined_slower"] == 1
+    assert world.coordinator.may_be_admitted("a")
+    assert world.scheduler.looks == 1
+
+
 def test_the_log_says_what_a_slow_request_waited_for(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     with caplog.at_level("INFO"):

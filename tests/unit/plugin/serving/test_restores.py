@@ -132,6 +132,7 @@ class Scheduler:
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Tokens of a request, and those that it may generate."""
     passed_over: set[str] = field(default_factory=set)
+    priorities: dict[str, int] = field(default_factory=dict)
     is_full: bool = False
     """As many requests run as may."""
     most_places: int = 48
@@ -153,6 +154,9 @@ class Scheduler:
 
     def waiting(self) -> Iterator[QueuedRequest]:
         return (QueuedRequest(rid, *self.sizes[rid], rid in self.passed_over) for rid in list(self.line))
+
+    def order_queue(self) -> None:
+        self.line.sort(key=lambda rid: -self.priorities.get(rid, 0))
 
     def look_again(self) -> None:
         self.looks += 1
