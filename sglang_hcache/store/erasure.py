@@ -55,5 +55,5 @@ def erase(
         numbers = ", ".join(map(str, left))
         raise StoreIOError(f"all is erased but for files that cannot be deleted: segments {numbers}")
     for volume in volumes:
-        volume.sync()
+        volume.call(volume.directory.sync, "cannot make deletions last", writing=True)
     return Erased(before - catalog.counts().chunks, runs)

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +20,11 @@ from sglang_hcache.store.volumes.volume import Volume
 
 # Of a million runs: no object for each.
 _NONE: Mapping[int, str] = MappingProxyType({})
+
+_ALLOCATED_PER_S = 200e6
+"""Bytes that a nearly full file system finds for a file at least: it may have to look for them in many places."""
+_ERASE_S = 600.0
+"""To overwrite a file of some gigabytes, where the file system can make no holes."""
 
 
 class StoredRun:
@@ -124,7 +130,10 @@ class Segment:
         self.sealed = False
         try:
             for stripe in self.members:
-                self._volumes[stripe].create_segment(self.number, self.file_bytes)
+                volume = self._volumes[stripe]
+                create = partial(volume.directory.create_segment, self.number, self.file_bytes)
+                patience_s = volume.patience_s + self.file_bytes / _ALLOCATED_PER_S
+                volume.call(create, "cannot create a segment file", writing=True, patience_s=patience_s)
         except StoreError:
             self.unlink()
             raise
@@ -154,8 +163,10 @@ class Segment:
         failure: StoreError | None = None
         stripes = self.members if stripes is None else stripes
         for stripe in stripes:
+            volume = self._volumes[stripe]
+            trim = partial(volume.directory.trim_segment, self.number, self.used[stripe])
             try:
-                self._volumes[stripe].trim_segment(self.number, self.used[stripe])
+                volume.call(trim, "cannot trim a segment file", writing=True)
             except StoreError as error:
                 failure = error
         self.measure(stripes)
@@ -178,17 +189,24 @@ class Segment:
                 for place in going
                 if place.ends[stripe]
             ]
-            self._volumes[stripe].keep_of_segment(self.number, kept[stripe] + named)
+            self._keep_only(stripe, kept[stripe] + named)
         for stripe in self.members:
-            self._volumes[stripe].keep_of_segment(self.number, kept[stripe])
+            self._keep_only(stripe, kept[stripe])
         self.used = [max(ends) for ends in zip(*(place.ends for place in places), strict=True)]
         self.is_unread = False
+
+    def _keep_only(self, stripe: int, kept: Sequence[tuple[int, int]]) -> None:
+        volume = self._volumes[stripe]
+        keep = partial(volume.directory.keep_of_segment, self.number, kept)
+        volume.call(keep, "cannot erase parts of a segment file", writing=True, patience_s=_ERASE_S)
 
     def measure(self, stripes: Iterable[int] | None = None) -> None:
         """Bring ``accounted`` up to date with these files, or all; what cannot be asked counts as before or in full."""
         for stripe in self.members if stripes is None else stripes:
+            volume = self._volumes[stripe]
+            measure = partial(volume.directory.segment_bytes, self.number)
             try:
-                size = self._volumes[stripe].segment_bytes(self.number)
+                size = volume.call(measure, "cannot measure a segment file", blame=False)
             except StoreError:
                 full = max(self.file_bytes, self.used[stripe]) + FILE_SLACK_BYTES
                 self.accounted[stripe] = self.accounted[stripe] or full
@@ -205,8 +223,10 @@ class Segment:
             volume = self._volumes[stripe]
             if not volume.health.readable:
                 continue
+            unlink = partial(volume.directory.unlink_segment, self.number)
             try:
-                volume.unlink_segment(self.number)
+                # Without blame: it may be the file that cannot be deleted (``chattr +i``).
+                volume.call(unlink, "cannot delete a segment file", writing=True, blame=False)
                 self.accounted[stripe] = 0
                 self._deleted |= 1 << stripe
             except StoreError as error:
@@ -230,18 +250,17 @@ class Segment:
         name = (stripe, writing)
         with self._file_lock:
             if name not in self._files:
-                self._files[name] = self._volumes[stripe].open_segment(self.number, writing=writing)
+                self._files[name] = self._open(self._volumes[stripe], writing)
             return self._files[name]
 
-    def drop_cached(self) -> None:
-        """Take its files out of the page cache, where they are not read with O_DIRECT; the caller holds a pin.
-
-        Raises:
-            StoreError: a device failed.
-        """
-        for stripe in self.members:
-            if not self._volumes[stripe].directory.direct:
-                self._volumes[stripe].drop_cached(self.file(stripe))
+    def _open(self, volume: Volume, writing: bool) -> OpenFile:
+        directory = volume.directory
+        if writing:
+            to_write = partial(directory.open_to_write, self.number)
+            return volume.call(to_write, "cannot open a segment file to write", writing=True)
+        # For reading only: one that takes no writes (``chattr +i``) is served.
+        to_read = partial(directory.open_to_read, self.number, directory.direct)
+        return volume.call(to_read, "cannot open a segment file")
 
     def forget_files(self) -> None:
         """Let the open files go: nothing pins the segment, or its directory came back as another one.

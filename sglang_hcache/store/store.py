@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.space import Space
 from sglang_hcache.store.start import Start, begin
 from sglang_hcache.store.tally import Tally, stats_of, told_by, told_in
+from sglang_hcache.store.volumes.files import drop_cached
 from sglang_hcache.store.volumes.opening import open_volumes
 from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import Volume
@@ -223,7 +225,10 @@ class DiskStore:
         """Have ``keys`` read from the device next, not from the page cache. Raises as reading does."""
         with self._operations.one(), self.lease(keys) as lease:
             for segment in {item.run.segment for item in lease.slices}:
-                segment.drop_cached()
+                for volume in (self._volumes[stripe] for stripe in segment.members):
+                    if not volume.directory.direct:
+                        drop = partial(drop_cached, segment.file(volume.stripe))
+                        volume.call(drop, "cannot drop a segment file from the page cache")
 
     def _release(self, lease: ReadLease) -> None:
         self._unpin([item.run.segment for item in lease.slices])

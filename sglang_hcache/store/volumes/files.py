@@ -7,6 +7,8 @@ import errno
 import os
 from dataclasses import dataclass
 
+from sglang_hcache.store.io.engine import OpenFile
+
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _ZEROS = bytes(2**20)
@@ -51,10 +53,10 @@ def zero(fd: int, begin: int, end: int) -> None:
             begin += os.pwrite(fd, memoryview(_ZEROS)[: end - begin], begin)
 
 
-def drop_cached(fd: int) -> None:
+def drop_cached(file: OpenFile) -> None:
     """Take a file out of the page cache. Raises OSError."""
-    os.fdatasync(fd)  # what is not durable yet would stay
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.fdatasync(file.fd)  # what is not durable yet would stay
+    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _fallocate(fd: int, mode: int, begin: int, size: int) -> bool:

@@ -11,17 +11,13 @@ from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError, 
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.store.volumes.files import SegmentFile, drop_cached
+from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ONLY_ERRNOS, Health
 
 T = TypeVar("T")
 
 MEASURE_S = 60.0
 """To ask for the size of each file, of which there may be thousands."""
-_ALLOCATED_PER_S = 200e6
-"""Bytes that a nearly full file system finds for a file at least: it may have to look for them in many places."""
-_ERASE_S = 600.0
-"""To overwrite a file of some gigabytes, where the file system can make no holes."""
 
 
 def storage_error(error: OSError, doing: str) -> StoreFullError | StoreIOError:
@@ -98,37 +94,6 @@ class Volume:
         if not self.health.readable:
             raise StoreIOError(f"{doing}: {self.path} is out: {self.health.reason}")
 
-    def create_segment(self, segment: int, size: int) -> None:
-        """As :meth:`StoreDirectory.create_segment`.
-
-        This and the methods below do what ``StoreDirectory`` does, with a deadline; they raise what :meth:`call` does.
-        """
-        create = partial(self.directory.create_segment, segment, size)
-        patience_s = self.patience_s + size / _ALLOCATED_PER_S
-        self.call(create, "cannot create a segment file", writing=True, patience_s=patience_s)
-
-    def open_segment(self, segment: int, *, writing: bool) -> OpenFile:
-        """To read, files are opened for reading only: one that takes no writes (``chattr +i``) is served."""
-        directory = self.directory
-        if writing:
-            to_write = partial(directory.open_to_write, segment)
-            return self.call(to_write, "cannot open a segment file to write", writing=True)
-        return self.call(
-            partial(directory.open_to_read, segment, directory.direct), "cannot open a segment file"
-        )
-
-    def drop_cached(self, file: OpenFile) -> None:
-        """Take ``file`` out of the page cache."""
-        self.call(partial(drop_cached, file.fd), "cannot drop a segment file from the page cache")
-
-    def trim_segment(self, segment: int, size: int) -> None:
-        trim = partial(self.directory.trim_segment, segment, size)
-        self.call(trim, "cannot trim a segment file", writing=True)
-
-    def segment_bytes(self, segment: int) -> int:
-        measure = partial(self.directory.segment_bytes, segment)
-        return self.call(measure, "cannot measure a segment file", blame=False)
-
     def allocated_bytes(self) -> int:
         self.free_bytes()  # a device that hangs is not waited for as long as many files are
         return self.call(self.directory.allocated_bytes, "cannot ask for sizes", patience_s=MEASURE_S)
@@ -142,18 +107,6 @@ class Volume:
 
     def segment_sizes(self) -> dict[int, int]:
         return {number: file.size for number, file in self.segment_files().items()}
-
-    def unlink_segment(self, segment: int) -> None:
-        """Without blame: it may be the file that cannot be deleted (``chattr +i``)."""
-        unlink = partial(self.directory.unlink_segment, segment)
-        self.call(unlink, "cannot delete a segment file", writing=True, blame=False)
-
-    def sync(self) -> None:
-        self.call(self.directory.sync, "cannot make deletions last", writing=True)
-
-    def keep_of_segment(self, segment: int, kept: Sequence[tuple[int, int]]) -> None:
-        keep = partial(self.directory.keep_of_segment, segment, kept)
-        self.call(keep, "cannot erase parts of a segment file", writing=True, patience_s=_ERASE_S)
 
     def let_go(self, files: dict[tuple[int, bool], OpenFile], name: tuple[int, bool]) -> None:
         """Take ``files[name]`` out some time, which closes it unless it is in use. Never waits."""

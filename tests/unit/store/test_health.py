@@ -32,6 +32,7 @@ from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.saved import SavedState
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes import transfers
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
@@ -144,15 +145,20 @@ def test_the_back_off_doubles_up_to_a_minute(monkeypatch: pytest.MonkeyPatch) ->
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-@pytest.mark.parametrize("method", ["create_segment", "trim_segment"])
-def test_files_that_cannot_be_made_or_cut_are_failed_writes(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "change"), [("create_segment", Segment.create), ("trim_segment", Segment.trim)]
+)
+def test_files_that_cannot_be_made_or_cut_are_failed_writes(
+    tmp_path: Path, method: str, change: Callable[[Segment], None]
+) -> None:
     """What such a directory has is served on; as failed reads they would take it out."""
     directory: Any = MagicMock()
+    directory.segment_bytes.return_value = 4096
     getattr(directory, method).side_effect = OSError(errno.EIO, "I/O error")
     volume = Volume(directory, health(tmp_path), 60.0)
-    for _ in range(3):
+    for number in range(3):
         with pytest.raises(StoreIOError):
-            getattr(volume, method)(1, 4096)
+            change(Segment(number, [volume], (0,), 4096))
     assert volume.health.condition is Condition.READ_ONLY
     assert volume.close(60.0)
 
