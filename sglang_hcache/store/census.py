@@ -1,4 +1,4 @@
-"""Segment files on one side, runs on the other: what belongs together, what is lost, which files are nobody's."""
+"""Segment files on one side, runs on the other: what belongs together, and what is lost."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Files:
 
     def read(self, volumes: Sequence[Volume]) -> Contents:
         """What their headers say. Raises OSError."""
-        scan = scan_segments(self.uncleared(), volumes)
+        scanned, unread = scan_segments(self.uncleared(), volumes)
         found = [
             files if volume.health.readable else None
             for files, volume in zip(self.found, volumes, strict=True)
@@ -74,10 +74,10 @@ class Files:
         seen = Files(self.first_segment, found)
         runs = [
             (place, missing | seen._outside(place))
-            for place, missing in scan.runs
+            for place, missing in scanned
             if place.namespace_id != SCRATCH_NAMESPACE  # a server was killed while it measured this disk
         ]
-        return Contents(seen, runs, scan.unread)
+        return Contents(seen, runs, unread)
 
     def _outside(self, place: RunPlace) -> int:
         """Where, as bits, a part is not on the block grid inside its file, as far as files can be seen."""
@@ -99,7 +99,7 @@ class Contents:
     found: Found
     """Runs of which anything is there, by age, and where, as bits, something is missing."""
     unread: Mapping[int, int]
-    """As :class:`Scan` says."""
+    """Segment -> directories, as bits, whose file could not be read, or not all of it: nobody knows what is there."""
 
     @property
     def runs(self) -> list[RunPlace]:
@@ -154,20 +154,6 @@ def segments_of(
         last.file_bytes = max(last.file_bytes, file_bytes)
     uses = {number: place for place, number in enumerate(state.segments)}
     return dict(sorted(segments.items(), key=lambda item: uses.get(item[0], -1)))
-
-
-def leftovers(files: Files, segments: Mapping[int, Segment], volumes: Sequence[Volume]) -> list[Segment]:
-    """Files of no run, as segments to be deleted."""
-    found = []
-    for number in files.numbers():
-        members = segments[number].members if number in segments else ()
-        strays = {stripe: file for stripe, file in files.of(number).items() if stripe not in members}
-        if strays:
-            segment = Segment(number, volumes, tuple(sorted(strays)), 0)
-            for stripe, file in strays.items():
-                segment.note(stripe, file)
-            found.append(segment)
-    return found
 
 
 def is_served(state: State, place: RunPlace) -> bool:

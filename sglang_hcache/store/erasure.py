@@ -50,7 +50,7 @@ def erase(
                 catalog.drop_run(run)
             segment.trim()
         runs += len(going)
-    left = sorted(segment.number for segment in remover.leftovers)
+    left = sorted({segment.number for segment in remover.leftovers})
     if left:
         numbers = ", ".join(map(str, left))
         raise StoreIOError(f"all is erased but for files that cannot be deleted: segments {numbers}")

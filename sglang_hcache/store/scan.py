@@ -10,9 +10,8 @@ import errno
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
 from functools import partial
 
 from sglang_hcache.core.errors import CorruptExtentError
@@ -40,21 +39,16 @@ Found = list[tuple[RunPlace, int]]
 """Runs, and in which directories, as bits, something is missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """What the headers of segments say."""
+def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> tuple[Found, dict[int, int]]:
+    """What the headers of these segments say. Tells now and then how far it is.
 
-    runs: Found
-    unread: Mapping[int, int]
-    """Segment -> directories, as bits, whose file could not be read, or not all of it: nobody knows what is there."""
-
-
-def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> Scan:
-    """The runs of these segments, in the order of ``numbers`` and of their files. Says now and then how far it is.
-
-    Each with the directories, as bits, that can be read and lack its first header. What lies in the others is believed.
     A directory that hangs or is gone is taken out, and no more is read there. Several segments at a time: what takes
     long is waiting for the device.
+
+    Returns:
+        Runs, in the order of ``numbers`` and of their files, each with the directories, as bits, that can be read and
+        lack its first header. What lies in the others is believed. And segment -> directories, as bits, whose file
+        could not be read, or not all of it.
 
     Raises:
         OSError: the system gives no thread, no file or no memory.
@@ -71,7 +65,7 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> Scan:
             if not left:
                 found = [scan.result() for scan in scans]
                 unread = {number: mask for number, (_, mask) in zip(numbers, found, strict=True) if mask}
-                return Scan([item for items, _ in found for item in items], unread)
+                return [item for items, _ in found for item in items], unread
             logger.info("hcache: %d of %d segments are read", len(done), len(scans))
     finally:
         for scan in scans:

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sglang_hcache.core.errors import (
@@ -19,6 +19,7 @@ from sglang_hcache.core.errors import (
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store import reconciler, retention
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.census import Files
 from sglang_hcache.store.config import FILE_SLACK_BYTES, Run, StoreConfig
 from sglang_hcache.store.erasure import Erased, erase
 from sglang_hcache.store.eviction import Eviction
@@ -65,17 +66,20 @@ class Space:
         self._rotation = 0
         self._closed = False
 
-    def adopt(self, segments: Iterable[Segment], leftovers: Iterable[Segment], next_number: int) -> None:
-        """Take over what was found at start: segments in use, and files nobody needs."""
+    def adopt(self, segments: Mapping[int, Segment], files: Files, next_number: int) -> None:
+        """Take over what was found at start: segments by number; of the files nobody needs those of no segment."""
         with self._lock:
             self._next_number = next_number
-            for segment in segments:
+            for segment in segments.values():
                 self._trimmed(segment, segment.tidy)
                 self._catalog.add_segment(segment)
             self._catalog.set_floor()
             retention.enforce(self._config.max_age_s, self._catalog, self._remover)
-            for segment in leftovers:
-                self._remover.remember(segment)
+            for number in files.numbers():
+                members = segments[number].members if number in segments else ()
+                for stripe, file in files.of(number).items():
+                    if stripe not in members:
+                        self._remover.remember_stray(stripe, number, file)
             self._remover.retry()  # of thousands, as a clearing that was killed leaves them, the rest goes later
             self._eviction.restore_cap()
 

@@ -11,7 +11,7 @@ from typing import Any
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.census import Files, is_served, leftovers, lost_runs, segments_of
+from sglang_hcache.store.census import Files, is_served, lost_runs, segments_of
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import STATE_NAME
 from sglang_hcache.store.format.place import RunPlace
@@ -35,9 +35,10 @@ class Start:
     saved: SavedState
     catalog: Catalog
     """Holds the runs, but not yet the segments: ``Space.adopt`` adds them."""
-    segments: list[Segment]
-    leftovers: list[Segment]
-    """Files of no run: to be deleted."""
+    segments: dict[int, Segment]
+    """By number, in order of use."""
+    files: Files
+    """Those of no segment are to be deleted."""
     next_number: int
     meta: Mapping[str, Any]
     """Named values of the state."""
@@ -85,8 +86,8 @@ def begin(
     return Start(
         saved=SavedState(volumes, identity, catalog, state, unseen),
         catalog=catalog,
-        segments=list(segments.values()),
-        leftovers=leftovers(files, segments, volumes),
+        segments=segments,
+        files=files,
         next_number=_next_number(highest, files),
         meta=state.meta,
         unsaved_bytes=_unsaved(state, files, places),

@@ -97,7 +97,7 @@ class DiskStore:
         for volume in volumes:
             volume.health.on_change = self._on_health
         self._on_health()
-        self._space.adopt(start.segments, start.leftovers, start.next_number)
+        self._space.adopt(start.segments, start.files, start.next_number)
         self._used_bytes = self._space.used_bytes()
         self._keeper.start()
 

@@ -91,6 +91,22 @@ def test_when_the_directory_is_back_everything_is_served_again(
     assert counters["store.runs_lost"] == 0
 
 
+@pytest.mark.usefixtures("no_keeper")
+def test_a_file_with_the_number_of_a_segment_that_has_none_there_goes_at_the_start(
+    tmp_path: Path, open_store: OpenStore, absent: set[str]
+) -> None:
+    config = config_of(tmp_path)
+    stored(config, open_store, runs=0)
+    absent.add("disk0")
+    written = stored(config, open_store, runs=2)
+    absent.clear()
+    for path in config.dirs[1].glob("*.seg"):
+        shutil.copy(path, config.dirs[0])
+    store = open_store(config)
+    assert not [*config.dirs[0].glob("*.seg")]
+    assert served(store, written) == 2
+
+
 def test_what_was_written_anew_meanwhile_outlasts_the_old_copy(
     tmp_path: Path, open_store: OpenStore, absent: set[str]
 ) -> None:
