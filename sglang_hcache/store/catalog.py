@@ -206,23 +206,17 @@ class Catalog:
                 self._forget_chunk(run, index)
             return fresh
 
-    def retire(self, segment: Segment, only_unpinned: bool) -> list[bytes] | None:
-        """Take a segment out of the maps: chunks that become misses; None if it is out, or pinned and must not be."""
+    def retire(self, segment: Segment) -> list[bytes] | None:
+        """Take a segment out of the maps; returns chunks that become misses, None if it is out already."""
         with self._lock:
-            if segment.retired or (only_unpinned and segment.pins):
-                return None
-            segment.retired = True
-            del self._segments[segment.number]
-            runs = sorted(segment.runs, key=lambda run: run.place.age)
-            chunks = [key for run in runs for key in run.place.keys if self._chunks.get(key) is run]
-            for run in runs:
-                self._forget(run)
-            return chunks
+            return None if segment.retired else self._retire(segment)
 
     # -- eviction --------------------------------------------------------------------------------
 
-    def take_coldest(self, within: int) -> Segment | None:
-        """The segment with the lowest score that is sealed and free of pins; the score becomes the floor.
+    def retire_coldest(self, within: int) -> tuple[Segment, list[bytes]] | None:
+        """As :meth:`retire`, the segment with the lowest score that is sealed and free of pins; None: there is none.
+
+        The score becomes the floor.
 
         Args:
             within: it has a file in one of these directories, as bits.
@@ -230,9 +224,10 @@ class Catalog:
         with self._lock:
             found = (segment for segment in self._evictable() if segment.mask & within)
             coldest = min(found, key=_worth, default=None)
-            if coldest is not None:
-                self._floor = max(self._floor, coldest.score)
-            return coldest
+            if coldest is None:
+                return None
+            self._floor = max(self._floor, coldest.score)
+            return coldest, self._retire(coldest)
 
     def evictable(self) -> list[Segment]:
         """All segments that are sealed and free of pins."""
@@ -282,6 +277,15 @@ class Catalog:
 
     def _evictable(self) -> list[Segment]:
         return [segment for segment in self._segments.values() if segment.sealed and not segment.pins]
+
+    def _retire(self, segment: Segment) -> list[bytes]:
+        segment.retired = True
+        del self._segments[segment.number]
+        runs = sorted(segment.runs, key=lambda run: run.place.age)
+        chunks = [key for run in runs for key in run.place.keys if self._chunks.get(key) is run]
+        for run in runs:
+            self._forget(run)
+        return chunks
 
     def _use(self, segments: Sequence[Segment], depth: int) -> None:
         # Every chunk of a prefix is worth the whole of it, for without its head the tail is of no use; the

@@ -42,7 +42,7 @@ def erase(
     for segment in sorted(catalog.segments(), key=lambda item: bool(going_of(item))):
         going = going_of(segment)
         if len(going) == len(segment.runs):
-            remover.retire(segment, only_unpinned=False)
+            remover.retire(segment)
         else:
             kept = [run.place for run in segment.runs if run not in going]
             segment.keep_only(kept, [run.place for run in going])

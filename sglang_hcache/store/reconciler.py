@@ -48,7 +48,7 @@ def compare(
     for segment in segments:
         if segment in lost:
             observer.count("store.runs_lost", len(segment.runs))
-            remover.retire(segment, only_unpinned=False)
+            remover.retire(segment)
         elif volume.stripe in segment.members:
             segment.note(volume.stripe, files[segment.number])
             if segment.is_unread:

@@ -71,35 +71,35 @@ class Remover:
 
     def evict_coldest(self, within: int = -1) -> bool:
         """The segment with the lowest score goes, of those with a file ``within`` directories; False if none can."""
-        while (segment := self._catalog.take_coldest(within)) is not None:
-            chunks = self.retire(segment, only_unpinned=True)
-            if chunks is not None:
-                self._observer.count("store.segments_evicted")
-                self._observer.count("store.chunks_evicted", len(chunks))
-                for key in chunks:
-                    self.on_evicted(key)
-                return True
-        return False
+        found = self._catalog.retire_coldest(within)
+        if found is None:
+            return False
+        segment, chunks = found
+        self._let_go(segment)
+        self._observer.count("store.segments_evicted")
+        self._observer.count("store.chunks_evicted", len(chunks))
+        for key in chunks:
+            self.on_evicted(key)
+        return True
 
     def expire(self, segment: Segment) -> None:
         """A segment that may not stay goes, its files with the last pin."""
-        chunks = self.retire(segment, only_unpinned=False)
+        chunks = self.retire(segment)
         if chunks is not None:
             self._observer.count("store.segments_expired")
             self._observer.count("store.chunks_expired", len(chunks))
 
-    def retire(self, segment: Segment, *, only_unpinned: bool) -> list[bytes] | None:
-        """A segment in use goes, its files with the last pin.
+    def retire(self, segment: Segment) -> list[bytes] | None:
+        """A segment in use goes, its files with the last pin; returns the same as :meth:`Catalog.retire`."""
+        chunks = self._catalog.retire(segment)
+        if chunks is not None:
+            self._let_go(segment)
+        return chunks
 
-        Returns chunks that became misses; None if it was gone already, or is pinned and must not be.
-        """
-        retired = self._catalog.retire(segment, only_unpinned)
-        if retired is None:
-            return None
+    def _let_go(self, segment: Segment) -> None:
         self.leftovers[segment] = None
         if not segment.pins:
             self._unlink(segment)
-        return retired
 
     def remember(self, segment: Segment) -> None:
         """Files that are of no use, and were never in use here, go at the next :meth:`retry`, and count until then."""

@@ -131,7 +131,7 @@ class Space:
             is_used = segment.runs or segment.pins > 1  # another run is being written to it
             if not is_used and (segment is not self._active or not any(segment.used)):
                 self._active = None if segment is self._active else self._active
-                self._remover.retire(segment, only_unpinned=False)
+                self._remover.retire(segment)
             if isinstance(error, StoreError):
                 self._eviction.relieve(segment.members)
             if self._catalog.unpin([segment]):
@@ -196,13 +196,13 @@ class Space:
                 self._active = None
 
     def discard_new(self) -> None:
-        """Remove the segments that were begun since the start, unless they are in use."""
+        """Remove the segments that were begun since the start, those in use as soon as they are unpinned."""
         with self._lock:
             if self._active is not None:
                 self._seal_active()
             for segment in self._catalog.segments():
                 if segment.begun_s:
-                    self._remover.retire(segment, only_unpinned=True)
+                    self._remover.retire(segment)
 
     def clear(self) -> None:
         """Remove every segment, those in use as soon as they are unpinned.
@@ -220,7 +220,7 @@ class Space:
                 self._saved.void_before(self._next_number)
             finally:  # a full disk takes the note when files are gone
                 for segment in self._catalog.segments():
-                    self._remover.retire(segment, only_unpinned=False)
+                    self._remover.retire(segment)
 
     def erase(self, namespace_ids: Collection[bytes]) -> Erased:
         """As :func:`erasure.erase`."""

@@ -122,7 +122,7 @@ def test_what_was_written_anew_meanwhile_outlasts_the_old_copy(
     wait_until(lambda: len(Inside(store).runs()) == 4)  # both copies of each
     oldest = min(catalog.segments(), key=lambda segment: segment.number)
     assert oldest.score == catalog._floor
-    catalog.retire(oldest, only_unpinned=False)
+    catalog.retire(oldest)
     assert served(store, old) == 2
     store.close()
     assert served(open_store(config), old) == 2

@@ -14,7 +14,6 @@ import pytest
 from sglang_hcache.core.errors import ConfigError, StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
-from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.memory import ByteArray
 from sglang_hcache.store.io.posix import PosixEngine
@@ -141,25 +140,20 @@ def test_a_lease_protects_its_segments(tmp_path: Path, open_store: OpenStore) ->
     assert match_keys(store, held) == 0
 
 
-def test_a_lease_taken_while_a_victim_is_chosen_wins(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
-    (held,) = fill(store, 0, 1)
-    real = Catalog.take_coldest
-    leases = []
-
-    def take_coldest(catalog: Catalog, within: int) -> Segment | None:
-        victim = real(catalog, within)
-        if not leases:
-            leases.append(store.lease(held))
-        return victim
-
-    monkeypatch.setattr(Catalog, "take_coldest", take_coldest)
-    fill(store, 1000, 12)
-    assert leases
-    assert match_keys(store, held) == 6
-    leases[0].close()
+def test_what_is_discarded_under_a_lease_goes_when_that_ends(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    (old,) = fill(store, 0, 1)
+    store.close()
+    store = open_store(config)
+    (new,) = fill(store, 1000, 1)
+    lease = store.lease(new)
+    store.discard_new()
+    assert (match_keys(store, old), match_keys(store, new)) == (6, 0)
+    store.read_layers(lease, {0: aligned_empty(6 * LAYERS[0])})
+    lease.close()
+    wait_until(lambda: not Inside(store).leftovers)
+    assert len([*config.dirs[0].glob("*.seg")]) == 1
 
 
 @pytest.mark.usefixtures("no_keeper")
