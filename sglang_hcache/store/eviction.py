@@ -102,6 +102,8 @@ class Eviction:
                     f"the disk tier is full: {format_bytes(self._config.size_bytes)} (--hcache-disk-size), and "
                     "nothing can be evicted now"
                 )
+        # Whoever chose the members has seen that room. But what went for the cap must be seen as free before new files
+        # take its place: a later look would wait for it to show up, and evict too little meanwhile.
         if not self._keep_floor(need, members):
             return f"the floor of {self._config.floor_text} (--hcache-disk-free-floor)"
         return ""

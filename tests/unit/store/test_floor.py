@@ -222,6 +222,26 @@ def test_a_disk_that_shows_all_at_once_takes_one_new_segment_after_the_other(
     read_keys(store, large)
 
 
+def test_what_went_for_the_cap_is_not_waited_for_where_new_segments_took_its_room(
+    disk: SlowDisk, store: DiskStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else others push the store below the floor, right after it wrote much."""
+    disk.others = -20 * MIB  # a larger disk: the cap comes before the floor
+    unlink = StoreDirectory.unlink_segment
+
+    def show(directory: StoreDirectory, segment: int) -> None:
+        unlink(directory, segment)
+        disk.show()
+
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", show)
+    for number in range(30):
+        write_keys(store, make_keys(1000 + 10 * number, 6), LAYERS)
+    assert counters["store.segments_evicted"] > 10
+    disk.others += disk.free() - 97 * MIB
+    Inside(store).space.tend()
+    assert disk.free() >= 100 * MIB
+
+
 class BadDisk:
     """Of two disks the first one, which is below the floor and deletes nothing."""
 
