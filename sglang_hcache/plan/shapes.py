@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-MAX_LAYERS = 1024
+MAX_PLANNED_LAYERS = 1024
 """The search tries all mixes, whose number grows with the square of that of layers."""
 MAX_SIZE = 10**7
 """Of anything else: products of a few of them are still numbers that can be calculated with."""
@@ -85,7 +85,9 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for field in _SIZE_FIELDS:
-            _check_size(field, getattr(self, field), MAX_LAYERS if field == "num_layers" else MAX_SIZE)
+            _check_size(
+                field, getattr(self, field), MAX_PLANNED_LAYERS if field == "num_layers" else MAX_SIZE
+            )
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
             raise ValueError(f"name must be a printable text that is not empty, got {self.name!r}")
         if self.num_heads % self.num_kv_heads:
@@ -145,7 +147,7 @@ class ModelShape:
         size = _dtype_bytes(dtype or _served_dtype(config))
         return cls(
             name=printable(name),
-            num_layers=_size(config, "num_hidden_layers", most=MAX_LAYERS),
+            num_layers=_size(config, "num_hidden_layers", most=MAX_PLANNED_LAYERS),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
