@@ -171,7 +171,7 @@ class StoreStats:
     quarantined: int
     """Chunks that are damaged and not served."""
     layouts: tuple[tuple[int, ...], ...]
-    """Bytes of each layer of a chunk: all that there are, that of the newest run first."""
+    """Bytes of each layer of a chunk: all that there were since the start, that of the newest run first."""
     used_bytes: int
     """What segments count against the cap, deleted ones whose files are not gone too; as of a moment ago."""
     cap_bytes: int
