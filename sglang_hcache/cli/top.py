@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -219,17 +219,29 @@ def render(url: str, sample: Sample, before: Sample | None, *, trouble: str = ""
     """One picture. What went wrong is at its beginning, for a low window cuts the end; what might have, nowhere.
 
     Args:
-        before: an earlier look, for rates; None: totals only.
+        before: an earlier look, for rates; None: totals only. Nothing of it counts if the server was started since.
         trouble: why there is no newer look.
 
     Raises:
         HCacheError: the state is not that of this version.
     """
     with _own_state():
+        if before is not None and _has_begun_anew(sample.state, before.state):
+            before = replace(before, state={"counters": {}, "measures": {}})
         title = _title(url, sample.state, None if before is None else before.state)
         if trouble:
             title = Text.assemble((trouble, "bold red"), "\n", title)
         return Group(title, Text(), _sizes(sample.state), Text(), _counts(sample, before))
+
+
+def _has_begun_anew(state: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether the server was started again: something happened less often than ``before``."""
+    now, then = _occurrences(state), _occurrences(before)
+    return any(now.get(name, 0) < count for name, count in then.items())
+
+
+def _occurrences(state: Mapping[str, Any]) -> dict[str, float]:
+    return {**state["counters"], **{name: each["count"] for name, each in state["measures"].items()}}
 
 
 def _title(url: str, state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Text:
@@ -291,7 +303,7 @@ def _counts(sample: Sample, before: Sample | None) -> Table:
         rate = ""
         if before is not None:
             seconds = sample.at - before.at
-            gained = max(0, total - _total(before.state, names))
+            gained = total - _total(before.state, names)
             rate = _amount(gained / seconds, kind) if gained else ""
         style = "red" if kind == "bad" else "dim" if not total else ""
         table.add_row(what, _amount(total, kind), rate, style=style)
@@ -308,4 +320,6 @@ def _total(state: Mapping[str, Any], names: str | tuple[str, ...]) -> float:
 def _amount(value: float, kind: str) -> str:
     if kind == "bytes":
         return format_bytes(int(value))
+    if value < 1:
+        return f"{value:.2g}"
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:,.1f}"

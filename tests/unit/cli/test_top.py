@@ -132,6 +132,19 @@ def test_times_are_those_since_the_last_look() -> None:
     assert "a restore takes on average, since the start: read 100 ms" in idle
 
 
+@pytest.mark.parametrize(
+    ("waits", "before"), [(3, {"restore__done": 9}), (3, {"restore__failed": 1}), (20, {})]
+)
+def test_a_server_that_was_started_again_begins_anew(waits: int, before: dict[str, int]) -> None:
+    def look(at: float, waits: int, waited_s: float, **counters: int) -> Sample:
+        measures = {"wait.pending_seconds": {"count": waits, "sum": waited_s}}
+        return Sample(at, state(**counters) | {"measures": measures})
+
+    found = shown(look(60.0, 10, 0.5, restore__done=2), look(0.0, waits, 24.0, **before))
+    assert "requests waited on average, lately: pending 50 ms" in found
+    assert found["restores done"][-2:] == ["2", "0.033"]
+
+
 def test_seconds_saved_and_lost() -> None:
     def look(at: float, saved_s: float) -> Sample:
         lost = {f"restore.lost_seconds_{why}": {"count": 1, "sum": 0.75} for why in ("slower", "late")}
