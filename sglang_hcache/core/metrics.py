@@ -215,9 +215,10 @@ HISTOGRAMS = (
     ),
     HistogramMetric(
         "wait_seconds",
-        "How long requests wait for a restore, each time they do. pending: until it starts: for room in the KV pool, "
-        "for another request's restore of the same chunks, or because it would end long before SGLang can admit the "
-        "request; running: until it ends; pinned: from then until SGLang admits the request.",
+        "How long requests that found something wait for their restore, each time. pending: until it starts or is "
+        "declined: for room in the KV pool, for another request's restore of the same chunks, or because it would end "
+        "long before SGLang can admit the request; running: until it ends; pinned: from then until SGLang admits the "
+        "request.",
         "seconds", "phase", {f"wait.{phase}_seconds": phase for phase in WAITING if phase != "resolved"}, _SECONDS,
     ),
     HistogramMetric(
