@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class Rig:
             gpu=gpu,
         )
         _, projector = next(model.projectors())
-        restorer = restorer_of(model, device).with_projector(projector)
+        restorer = replace(restorer_of(model, device), projector=projector)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))
         rig = cls(model, device, view, restorer, tokens, view.allocate(length), [], runner)
         rig._compute()

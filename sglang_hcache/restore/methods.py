@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ ROWS_AT_ONCE = 2048
 """Rows of one projection on a CPU: bounds its temporaries."""
 
 
+@dataclass(slots=True, eq=False)
 class LayerRestorer:
     """Restores layers.
 
@@ -37,41 +39,20 @@ class LayerRestorer:
         layers: writes K and V that come through ``stage``, of several layers at once.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        pool: KVPool,
-        kv_heads: int,
-        projector: Projector | None,
-        rows: RowWriter | None = None,
-        lanes: Lanes | None = None,
-        stage: DeviceStage | None = None,
-        layers: LayerWriter | None = None,
-    ) -> None:
-        assert (stage is None) == (layers is None)
-        self.dtype = dtype
-        self._pool = pool
-        self._kv_heads = kv_heads
-        self.projector = projector
-        self._unfinished = projector if isinstance(projector, UnfinishedProjector) else None
-        self._rows = rows
-        self._lanes = lanes
-        self.stage = stage
-        self._layers = layers
-        self._local = threading.local()
+    dtype: torch.dtype
+    pool: KVPool
+    kv_heads: int
+    projector: Projector | None
+    rows: RowWriter | None = None
+    lanes: Lanes | None = None
+    stage: DeviceStage | None = None
+    layers: LayerWriter | None = None
+    _unfinished: UnfinishedProjector | None = field(init=False)
+    _local: threading.local = field(init=False, default_factory=threading.local)
 
-    def with_projector(self, projector: Projector | None) -> LayerRestorer:
-        """The same, but for its projector."""
-        return LayerRestorer(
-            self.dtype,
-            self._pool,
-            self._kv_heads,
-            projector,
-            self._rows,
-            self._lanes,
-            self.stage,
-            self._layers,
-        )
+    def __post_init__(self) -> None:
+        assert (self.stage is None) == (self.layers is None)
+        self._unfinished = self.projector if isinstance(self.projector, UnfinishedProjector) else None
 
     def restore(self, stored: Sequence[StoredRows], positions: torch.Tensor, slots: torch.Tensor) -> None:
         """:meth:`start`, after all that the calling thread has asked for, and wait."""
@@ -107,8 +88,8 @@ class LayerRestorer:
                     before_layer()
                     self._write_from(of_layer, *of_part)
 
-        if self._lanes is not None:
-            return self._lanes.start(work, len(slots))
+        if self.lanes is not None:
+            return self.lanes.start(work, len(slots))
         work(0, len(slots))
         return []
 
@@ -134,12 +115,12 @@ class LayerRestorer:
     ) -> None:
         """On a CPU, the rows ``places`` of its memory."""
         layer, is_kv = stored.layer, stored.method is Method.KV
-        if is_kv and isinstance(self._rows, KVRows):
-            self._rows.store(stored.memory, places, slots, self._pool.buffers(layer))
+        if is_kv and isinstance(self.rows, KVRows):
+            self.rows.store(stored.memory, places, slots, self.pool.buffers(layer))
         elif is_kv:
             rows = self._side_by_side(stored.memory, places)
-            key, value = rows.view(len(rows), 2, self._kv_heads, -1).unbind(1)
-            self._pool.write(layer, slots, key, value)
+            key, value = rows.view(len(rows), 2, self.kv_heads, -1).unbind(1)
+            self.pool.write(layer, slots, key, value)
         else:
             self._project(layer, self._side_by_side(stored.memory, places), positions, slots)
 
@@ -159,8 +140,8 @@ class LayerRestorer:
     ) -> None:
         layer, rows = stored.layer, stored.rows
         if stored.method is Method.KV:
-            assert self._layers is not None
-            self._layers(rows, layer, slots)
+            assert self.layers is not None
+            self.layers(rows, layer, slots)
             return
         assert self.stage is not None
         for part in self.stage.pace.parts(len(rows), check):
@@ -169,9 +150,9 @@ class LayerRestorer:
     def _project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        projector, rows = self._unfinished, self._rows
+        projector, rows = self._unfinished, self.rows
         if rows is not None and projector is not None:
-            pools = self._pool.buffers(layer)
+            pools = self.pool.buffers(layer)
             _, heads, head_dim = pools[0].shape
             steps = projector.key_steps(layer, self.dtype, with_norm=rows.fuses_norm)
             if steps is not None and rows.can_finish(steps, self.dtype, head_dim):
@@ -185,7 +166,7 @@ class LayerRestorer:
                 rows.finish(key, value, steps, positions, slots, pools)
                 return
         assert self.projector is not None, "hidden states are stored, and nothing projects them"
-        self._pool.write(layer, slots, *self.projector.project(layer, hidden, positions))
+        self.pool.write(layer, slots, *self.projector.project(layer, hidden, positions))
 
     def _scratch(self, name: str, count: int, width: int) -> torch.Tensor:
         """(count, width) on a CPU, for each thread the same memory every time: to touch new pages takes as long as a

@@ -132,7 +132,7 @@ def _restore(
     length: int,
     first_layer: int = 0,
 ) -> None:
-    restorer = rig.restorer if projector is None else rig.restorer.with_projector(projector)
+    restorer = rig.restorer if projector is None else replace(rig.restorer, projector=projector)
     for layer in range(first_layer, rig.num_layers):
         rows = rig.stored_rows(layer, method)[:length].contiguous()
         restorer.restore([StoredRows.of(layer, method, rows)], torch.arange(length), slots[:length])

@@ -8,7 +8,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -85,14 +85,14 @@ def run(
                 raise SelfCheckError(check.refusal(Method.KV, check.complaint(errors[Method.KV])))
         name, why_not = None, None
         if Method.HIDDEN in methods:
-            restorers = {name: restorer.with_projector(each) for name, each in projectors.items()}
+            restorers = {name: replace(restorer, projector=each) for name, each in projectors.items()}
             name, why_not = check.choose(restorers, errors)
             if name is None and Method.KV not in methods:
                 raise SelfCheckError(check.refusal(Method.HIDDEN, why_not or ""))
         return SelfCheckResult(
             errors=errors,
             tolerance=check.tolerance,
-            restorer=restorer.with_projector(None) if name is None else restorers[name],
+            restorer=replace(restorer, projector=None) if name is None else restorers[name],
             projector=name,
             why_not_hidden=why_not,
             may_recompute=Method.KV in methods and model.may_run_first_layers and check.can_recompute(),

@@ -136,9 +136,9 @@ def _patch_restorer(switches):
             raise RuntimeError("injected by a test")
         write(self, stored, places, positions, slots)
         if _is_on_here(switches / "corrupt_restored_key"):
-            key, value = self._pool.read(stored.layer, slots)
+            key, value = self.pool.read(stored.layer, slots)
             factor = 1.05 if key.dtype.itemsize > 1 else 1.5  # FP8 would round less away
-            self._pool.write(stored.layer, slots, (key.float() * factor).to(key.dtype), value)
+            self.pool.write(stored.layer, slots, (key.float() * factor).to(key.dtype), value)
 
     start = LayerRestorer.start
 
