@@ -63,12 +63,9 @@ NAMESPACE = Namespace(b"benchmark", "benchmark")
 
 
 class PoolView:
-    """What ``ForwardOf`` and the measurements need of the device: slots. No tree."""
-
-    page_size = 1
+    """What checks and measurements need of the device: slots. No tree."""
 
     def __init__(self, runner: Any) -> None:
-        self.req_to_token_pool = runner.req_to_token_pool
         self._allocator = runner.token_to_kv_pool_allocator
 
     def allocate(self, count: int) -> torch.Tensor:
@@ -130,13 +127,12 @@ class Rig:
         runner.hcache_ranks = Alone()  # as a hook of the server's does
         model = served_model(runner, runner.kv_cache_dtype)
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
-        forward = ForwardOf(runner, view)  # type: ignore[arg-type]
         gpu = device_buffers(runner, PlanKind.AUTO)
         device = Device(
             tree=view,  # type: ignore[arg-type]
             pool=pool,
             scheduler=Idle(),  # type: ignore[arg-type]
-            forward=forward,
+            forward=ForwardOf(runner),
             largest_pass=piece,
             pass_rows=piece,
             cuts_prompts=True,
@@ -205,7 +201,7 @@ class Rig:
         return Bench(
             self.model,
             self.restorer,
-            device.forward,
+            device,
             disk,
             device.largest_pass,
             measure_s,

@@ -17,7 +17,6 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu, switching
 from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import load_everywhere
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import create_cache, errors_in_a_line
 from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
-from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import (
     capture_first,
     device_buffers,
@@ -108,7 +107,7 @@ def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object)
 
 def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
     with errors_in_a_line():
-        scheduler.tree_cache.build_tier(SchedulerOf(scheduler), ForwardOf)
+        scheduler.tree_cache.build_tier(SchedulerOf(scheduler))
     scheduler.hcache_clear_calls = ClearCalls()
     stopping.leave_signals_to_parent()
     stopping.save_when_told(scheduler.tree_cache.bridge.last_writes.begin)

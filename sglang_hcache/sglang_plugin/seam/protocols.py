@@ -150,11 +150,6 @@ class ForwardModel(Protocol):
             positions: of the tokens that run, in place of those which they have.
         """
 
-    def allocate(self, count: int) -> torch.Tensor:
-        """At least ``count`` slots. Call :meth:`release` afterwards."""
-
-    def release(self, slots: torch.Tensor) -> None: ...
-
 
 class Adapters(Protocol):
     """LoRA adapters that are loaded, or were."""

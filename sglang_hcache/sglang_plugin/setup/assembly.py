@@ -127,7 +127,7 @@ class _Assembly:
         asked = is_kept or may_store_hidden(model, config.method)
         hidden = asked and restorer.projector is not None
         bench = Bench(
-            *(model, restorer, device.forward, self._disk, longest, config.measure_s, machine),
+            *(model, restorer, device, self._disk, longest, config.measure_s, machine),
             hidden=hidden,
             is_exact=is_kept,
         )

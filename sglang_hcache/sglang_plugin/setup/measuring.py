@@ -25,8 +25,8 @@ from sglang_hcache.restore.pipeline import most_together
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.restore.stage import DeviceStage
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
-from sglang_hcache.sglang_plugin.seam.protocols import ForwardModel
-from sglang_hcache.sglang_plugin.setup.scratch import NUM_LAYERS, ScratchReads
+from sglang_hcache.sglang_plugin.seam.protocols import Device
+from sglang_hcache.sglang_plugin.setup.scratch import NUM_LAYERS, ScratchReads, take_slots
 from sglang_hcache.sglang_plugin.setup.timing import (
     Piece,
     Timing,
@@ -78,7 +78,7 @@ class Bench:
 
     model: ServedModel
     restorer: LayerRestorer
-    forward: ForwardModel
+    device: Device
     disk: DiskStore | None
     longest: int
     budget_s: float
@@ -185,9 +185,9 @@ class Bench:
 
     def _recompute_one(self, length: int, start: int) -> float:
         tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))
-        slots = self.forward.allocate(len(tokens))
-        seconds = self.forward.extend(tokens, slots[: len(tokens)], start, self.model.shape.num_layers)
-        self.forward.release(slots)
+        slots = take_slots(self.device.tree, len(tokens))
+        seconds = self.device.forward.extend(tokens, slots[: len(tokens)], start, self.model.shape.num_layers)
+        self.device.tree.free(slots)
         return self.model.ranks.from_first(seconds)
 
     def _common_clock(self) -> float:
@@ -198,7 +198,7 @@ class Bench:
     @torch.inference_mode()
     def _restore_one(self, method: Method, length: int, num_layers: int = NUM_LAYERS) -> float:
         width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
-        slots, positions = self.forward.allocate(length), self.restorer.positions(0, length)
+        slots, positions = take_slots(self.device.tree, length), self.restorer.positions(0, length)
         rows = torch.ones(length, width, dtype=self.model.row_dtype, device=positions.device)
         self.restorer.after(self.restorer.fence())
         began = time.monotonic()
@@ -208,7 +208,7 @@ class Bench:
         for part in self.restorer.start(stored, positions, slots[:length]):
             part.result()
         seconds = (time.monotonic() - began) / num_layers
-        self.forward.release(slots)
+        self.device.tree.free(slots)
         return seconds
 
     # -- reading ---------------------------------------------------------------------------------

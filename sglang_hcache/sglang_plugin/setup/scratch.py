@@ -1,4 +1,4 @@
-"""Chunks that nobody asks for, in one tier: to measure how fast it is read, as a restore reads it."""
+"""What checks and measurements before serving borrow: slots of the KV pool, and chunks that nobody asks for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.errors import StoreError
+from sglang_hcache.core.errors import ConfigError, StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.pipeline import NUM_READERS, STEP_BYTES, layers_of_steps
+from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.store.config import SCRATCH_NAMESPACE
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -21,6 +23,22 @@ from sglang_hcache.tier.tiered import TieredStore
 
 NUM_LAYERS = 6
 """Layers that are read or computed to measure one: a restore works on several at once."""
+
+
+def take_slots(tree: DeviceTree, count: int) -> torch.Tensor:
+    """At least ``count`` slots of the KV pool, in whole chunks, to be freed afterwards.
+
+    Raises:
+        ConfigError: it does not have so many.
+    """
+    count = -(-count // CHUNK_TOKENS) * CHUNK_TOKENS
+    slots = tree.allocate(count)
+    if slots is None:
+        raise ConfigError(
+            f"the KV pool of {tree.capacity():,} tokens is too small for the checks at start, which need {count:,} "
+            "more at once: raise --max-total-tokens or --mem-fraction-static"
+        )
+    return slots
 
 
 class ScratchReads:

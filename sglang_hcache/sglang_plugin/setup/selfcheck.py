@@ -19,6 +19,7 @@ from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device
+from sglang_hcache.sglang_plugin.setup.scratch import take_slots
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class _Check:
         self.tolerance = tolerance(model.dtype)
         self._model = model
         self._pool = device.pool
-        self._forward = device.forward
+        self._tree, self._forward = device.tree, device.forward
         self._host_memory = device.host_memory
         self._layers = range(model.shape.num_layers)
         self._count = min(_TOKENS, model.context_length)
@@ -123,14 +124,14 @@ class _Check:
         # All over the context: some rotations differ from others only far from its beginning.
         self._positions = torch.linspace(0, model.context_length - 1, self._count, dtype=torch.float64).long()
         self._hidden: dict[int, torch.Tensor] = {}
-        self._slots = self._forward.allocate(self._count)
+        self._slots = take_slots(self._tree, self._count)
         handles = model.watch(self._layers if watch else (), self._keep)
         try:
             self._run(self._slots, len(self._layers))
         finally:
             for handle in handles:
                 handle.remove()
-        self._others = self._forward.allocate(self._count)
+        self._others = take_slots(self._tree, self._count)
         # As in a restore: on a thread that the model does not run on.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hcache-check")
 
@@ -141,8 +142,8 @@ class _Check:
         self._thread.shutdown()
         # Attention may read whole pages and mask what is of nobody: a NaN outlives a product with 0.
         self._blank(self._layers, 0.0)
-        self._forward.release(self._slots)
-        self._forward.release(self._others)
+        self._tree.free(self._slots)
+        self._tree.free(self._others)
 
     def _run(self, slots: torch.Tensor, num_layers: int) -> None:
         self._forward.extend(self._tokens, slots[: self._count], 0, num_layers, self._positions)

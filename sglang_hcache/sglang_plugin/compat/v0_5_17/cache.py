@@ -30,6 +30,7 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
+from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill, served_model
 from sglang_hcache.sglang_plugin.launch.flags import config_of
 from sglang_hcache.sglang_plugin.launch.prefill_graphs import log_line
@@ -43,7 +44,6 @@ from sglang_hcache.sglang_plugin.seam.model import ROUNDED, shape_of
 from sglang_hcache.sglang_plugin.seam.protocols import (
     Device,
     DeviceMatch,
-    ForwardModel,
     SchedulerView,
 )
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
@@ -118,9 +118,7 @@ class HCacheRadixCache(RadixCache):
         self.ongoing_backup: dict[str, object] = {}
         self.enable_storage = True
 
-    def build_tier(
-        self, scheduler: SchedulerView, forward_of: Callable[[Any, HCacheRadixCache], ForwardModel]
-    ) -> None:
+    def build_tier(self, scheduler: SchedulerView) -> None:
         """Once the scheduler is there: check, measure, and begin to capture and restore.
 
         Raises:
@@ -131,7 +129,7 @@ class HCacheRadixCache(RadixCache):
             tree=self,
             pool=self._pool,
             scheduler=scheduler,
-            forward=forward_of(self._runner, self),
+            forward=ForwardOf(self._runner),
             largest_pass=largest_pass_of(self._server_args),
             pass_rows=pass_rows_of(self._server_args),
             gpu=self._runner.hcache_buffers,

@@ -10,8 +10,6 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
 from sglang_hcache.sglang_plugin.seam.model import attention_cores, attention_end, decoder_layer
 
 _PADDING_ROW = 0
@@ -25,9 +23,8 @@ class _FarEnough(Exception):  # noqa: N818 (no error)
 class ForwardOf:
     """Single sequences, between the scheduler's own passes."""
 
-    def __init__(self, runner: Any, cache: HCacheRadixCache) -> None:
+    def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._cache = cache
         cores = attention_cores(runner.model)
         self._num_layers = runner.model_config.num_hidden_layers
         self._ends = tuple(attention_end(runner.model, path) for path in cores)
@@ -59,7 +56,7 @@ class ForwardOf:
         # asked for this one takes the time.
         self._await_passes()
         began = time.monotonic()
-        table = self._cache.req_to_token_pool.req_to_token
+        table = self._runner.req_to_token_pool.req_to_token
         table[_PADDING_ROW, : len(slots)] = slots.to(torch.int32)
         stop = last.register_forward_hook(_stop) if last is not None else None
         try:
@@ -82,18 +79,6 @@ class ForwardOf:
         if device != "cpu":
             for stream in (self._runner.forward_stream, torch.get_device_module(device).current_stream()):
                 stream.synchronize()
-
-    def allocate(self, count: int) -> torch.Tensor:
-        slots = self._cache.allocate(_round_up(count, self._cache.page_size))
-        if slots is None:
-            raise ConfigError(
-                f"the KV pool of {self._cache.capacity():,} tokens is too small for the checks at start, which "
-                f"need {count:,} more at once: raise --max-total-tokens or --mem-fraction-static"
-            )
-        return slots
-
-    def release(self, slots: torch.Tensor) -> None:
-        self._cache.free(slots)
 
 
 def _stop(*_: object) -> None:
@@ -121,7 +106,3 @@ def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, start: int, 
         extend_prefix_lens_cpu=[start],
         capture_hidden_mode=CaptureHiddenMode.NULL,
     )
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -35,16 +35,17 @@ LAYERS = 2
 
 
 class Forward:
-    """Takes time as attention does, and remembers what it was asked to compute."""
+    """A device of which passes take time as attention does. It remembers what it was asked to compute."""
 
     def __init__(self) -> None:
+        self.tree = self.forward = self
         self.pieces: list[tuple[int, int]] = []
         self.now = 0.0
 
     def allocate(self, count: int) -> torch.Tensor:
         return torch.arange(count)
 
-    def release(self, slots: torch.Tensor) -> None:
+    def free(self, slots: torch.Tensor) -> None:
         pass
 
     def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:

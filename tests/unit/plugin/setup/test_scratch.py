@@ -6,13 +6,17 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.sglang_plugin.setup.scratch import ScratchReads
+from sglang_hcache.sglang_plugin.setup.scratch import ScratchReads, take_slots
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.volumes import directory
 from sglang_hcache.store.volumes.mounts import mount_of
@@ -31,6 +35,17 @@ def cached_pages(folder: Path) -> int:
             count += int((found & 1).sum())
             del data
     return count
+
+
+def test_slots_are_taken_in_whole_chunks() -> None:
+    tree: Any = SimpleNamespace(
+        allocate=lambda count: torch.arange(count) if count <= 128 else None, capacity=lambda: 150
+    )
+    assert [len(take_slots(tree, count)) for count in (1, 64, 65)] == [64, 64, 128]
+    with pytest.raises(
+        ConfigError, match="150 tokens is too small for the checks at start, which need 192 more"
+    ):
+        take_slots(tree, 129)
 
 
 def test_what_the_page_cache_holds_is_not_taken_for_the_disk(

@@ -66,7 +66,7 @@ class Pool:
         first, self.taken = self.taken, self.taken + -(-count // 64) * 64
         return torch.arange(first, self.taken)
 
-    def release(self, slots: torch.Tensor) -> None:
+    def free(self, slots: torch.Tensor) -> None:
         self.given_back.append(self.memory[:, :, slots].clone())
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class Pool:
 
 
 def device_of(pool: Pool) -> Any:
-    return SimpleNamespace(pool=pool, forward=pool, host_memory=host_buffer)
+    return SimpleNamespace(tree=pool, pool=pool, forward=pool, host_memory=host_buffer)
 
 
 @pytest.fixture
