@@ -403,7 +403,7 @@ def test_a_wait_that_ends_early_is_no_end_of_the_read(monkeypatch: pytest.Monkey
         running.await_read(read)
 
 
-def test_closing_ends_the_job_that_runs(bench: Bench) -> None:
+def test_closing_ends_the_job_that_runs_and_those_behind_it(bench: Bench) -> None:
     begun, release = threading.Event(), threading.Event()
 
     def hang(_layer: int) -> None:
@@ -411,11 +411,13 @@ def test_closing_ends_the_job_that_runs(bench: Bench) -> None:
         release.wait(2 * PATIENCE_S)
 
     bench.tiers.before_read = hang  # type: ignore[method-assign]
-    lease = bench.tiers.lease(bench.keys[:BLOCK_CHUNKS])
-    job = RestoreJob((lease,), 0, torch.arange(BLOCK_CHUNKS * CHUNK_TOKENS), 60.0, (0, 1))
-    bench.engine.submit(job)
+    leases = [bench.tiers.lease(bench.keys[:BLOCK_CHUNKS]) for _ in range(2)]
+    slots = torch.arange(BLOCK_CHUNKS * CHUNK_TOKENS)
+    jobs = [RestoreJob((lease,), 0, slots, 60.0, (0, 1)) for lease in leases]
+    for job in jobs:
+        bench.engine.submit(job)
     assert begun.wait(PATIENCE_S)
     bench.engine.close()
-    assert job.state is RestoreState.CANCELLED
+    assert [job.state for job in jobs] == [RestoreState.CANCELLED] * 2
     assert bench.counters["restore.errors"] == 0
     release.set()

@@ -349,6 +349,15 @@ def test_waiting_for_reads_as_predicted_is_no_slow_disk() -> None:
     assert after.drift["project"] > 1.1
 
 
+def test_nor_is_waiting_for_less_than_half_of_it() -> None:
+    some = gate(disk=1e-6, project=2e-6, run=per_token(1e-5))
+    before = decide(some, 0, 1024)
+    some.restored(before, 10 * before.job_s, waited_s=2 * before.io_s)
+    after = decide(some, 0, 1024)
+    assert after.drift["disk"] == 1.0
+    assert after.drift["project"] > 1.1
+
+
 def test_a_tier_that_recovered_is_used_again() -> None:
     some = slow_to_compute()
     Served(some, 10.0, 10_000)
@@ -392,6 +401,13 @@ def test_one_that_is_only_tried_is_planned_as_if_all_were_as_fast_as_measured() 
     assert some.decide({"disk": 1024}, 0, is_try=True).num_recompute, "that one was won"
     some.restored(mixed, mixed.job_s, mixed.first_layers_s, others_s=mixed.others_s)
     assert decide(some, 0, 1024).pays()
+
+
+def test_one_that_is_only_tried_counts_what_became_faster() -> None:
+    some = gate(host=2e-6)
+    some.restored(decide(some, 1024, 0), decide(some, 1024, 0).job_s / 2)
+    tried = some.decide({"host": 1024}, 0, is_try=True)
+    assert tried.drift["host"] == decide(some, 1024, 0).drift["host"] < 1
 
 
 def test_what_one_recomputes_that_is_only_tried_takes_no_longer_than_recomputing_all() -> None:
@@ -533,6 +549,15 @@ def test_first_layers_that_were_stopped_took_too_long_where_the_others_are_there
     assert first.num_recompute
     some.restored(first, 3 * first.job_s, others_s=first.others_s, is_complete=False)
     assert decide(some, 0, 1024).drift == {**first.drift, "recompute": pytest.approx(2**0.2)}
+
+
+def test_first_layers_that_were_stopped_early_say_nothing_and_the_others_do() -> None:
+    some = mixing(8e-6)
+    first = decide(some, 0, 1024)
+    some.restored(first, first.job_s / 2, others_s=first.others_s / 4, is_complete=False)
+    found = decide(some, 0, 1024).drift
+    assert found["recompute"] == 1.0
+    assert found["disk"] < 1
 
 
 def test_a_try_that_is_lost_for_its_first_layers_shows_that_they_are_fast_again() -> None:

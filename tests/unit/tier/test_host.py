@@ -81,6 +81,13 @@ def test_what_turns_dirty_while_a_late_disk_is_looked_through_is_written() -> No
     assert tier.oldest_dirty(1) == [info(1)]
 
 
+def test_what_goes_while_a_late_disk_is_looked_through_need_not_be_written() -> None:
+    tier = host(1)
+    put(tier, 1)
+    tier.disk_opened(lambda _key: tier.reserve() is None)
+    assert tier.oldest_dirty(1) == []
+
+
 def test_forgetting_leaves_pinned_bytes_in_place_until_the_reader_is_done() -> None:
     tier = host(2)
     slot = put(tier, 1)

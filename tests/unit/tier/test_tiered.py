@@ -248,6 +248,8 @@ def test_write_through_rests_after_an_error(tmp_path: Path, monkeypatch: pytest.
     wait_for(lambda: tiers._observer["demote.runs_failed"])  # type: ignore[index]
     wait_until_saved(tiers)
     assert tiers._observer["demote.runs_failed"] == 1  # type: ignore[index]
+    takes_writes = tiers._demoter.takes_writes  # type: ignore[union-attr]
+    assert not takes_writes, "what is used again is not made dirty for it, either"
     tiers.close()
 
 
@@ -283,6 +285,7 @@ def test_what_a_request_begins_with_is_used_on_disk_too(tiers: TieredStore) -> N
     before = segment.score
     tiers.touch([key(1)])
     assert segment.score > before
+    assert tiers.host.counts().dirty == 0, "it need not be written again"
 
 
 def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:
@@ -770,6 +773,8 @@ def test_a_clear_that_fails_is_tried_again_before_it_says_anything(
     assert tiers.is_clearing
     assert tiers.disk.contains(key(1))
     assert key(1) not in tiers, "a miss all the same"
+    with pytest.raises(TierMissError):
+        tiers.lease([key(1)])
     for name in range(11, 19):  # more than there are slots: what is new is saved all the same
         put(tiers, name)
     assert tiers.flush(60)
@@ -778,6 +783,38 @@ def test_a_clear_that_fails_is_tried_again_before_it_says_anything(
     assert not any(tiers.disk.contains(key(name)) for name in (1, *range(11, 19)))
     assert caplog.text.count("the clear is tried again until it is durable: no directory takes the note") == 1
     assert "the clear is durable now" in caplog.text
+
+
+def test_a_flush_writes_what_comes_meanwhile(tiers: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiers.disk is not None
+    write_run = tiers.disk.write_run
+
+    def more_comes(*run: Any) -> None:
+        write_run(*run)
+        if key(11) not in tiers.host:
+            put(tiers, 11)
+
+    monkeypatch.setattr(tiers.disk, "write_run", more_comes)
+    put(tiers, 1)
+    assert tiers.flush(60)
+    assert tiers.disk.contains(key(11))
+
+
+def test_nothing_is_begun_once_it_has_to_stop(tiers: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiers.disk is not None
+    assert tiers._demoter is not None
+    demoter, write_run = tiers._demoter, tiers.disk.write_run
+
+    def told_to_stop(*run: Any) -> None:
+        demoter._stopping = True
+        write_run(*run)
+
+    monkeypatch.setattr(tiers.disk, "write_run", told_to_stop)
+    put(tiers, 1)
+    put(tiers, 11)
+    tiers.demote_all()
+    demoter._thread.join(60)
+    assert tiers.disk.stats().chunks == 1
 
 
 def test_what_is_given_up_stays_in_memory_and_is_not_written(tiers: TieredStore) -> None:
