@@ -222,8 +222,8 @@ class Bench:
                 curves = self._tier_curves(
                     lambda method: self._with_bus(method, self._read_curve(reads[method]))
                 )
-                read_curve = curves.hidden if self.hidden else curves.kv
-                found[DISK] = replace(curves, contention=self._contention(reads[self._busiest], read_curve))
+                contention = self._contention(reads[self._busiest], curves.hidden)
+                found[DISK] = replace(curves, contention=contention)
             except (StoreError, TierMissError) as error:
                 logger.warning(
                     "hcache: reads from the disk tier could not be measured: %s. Until a restore from it says "
