@@ -20,7 +20,6 @@ from typing import Any
 
 from ablation.settings import Sizes
 from ablation.splits import (
-    BLOCK_CHUNKS,
     BLOCK_TOKENS,
     TokenSplit,
     block_lengths,
@@ -45,6 +44,7 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, Read, Step, layers_of_steps
 from sglang_hcache.restore.rows import StoredRows
+from sglang_hcache.sglang_plugin.seam.budget import MOST_BLOCK_CHUNKS
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.tier.tiered import ChunkLease, Pieces
@@ -88,7 +88,7 @@ class _TokenPipeline(LayerPipeline):
 
     def __init__(self, tiers: Any, restorer: LayerRestorer) -> None:
         # Two of these buffers hold what one of the server's holds.
-        super().__init__(tiers, restorer, BLOCK_CHUNKS, num_buffers=2 * NUM_BUFFERS)
+        super().__init__(tiers, restorer, MOST_BLOCK_CHUNKS, num_buffers=2 * NUM_BUFFERS)
         self.splits: list[TokenSplit] = []
 
     def steps(self, job: RestoreJob) -> Iterator[Step]:
@@ -138,7 +138,7 @@ class TokenWise:
         self._pipeline.splits = splits
         blocks = []
         for number, split in enumerate(splits):
-            first, count = number * BLOCK_CHUNKS, split.total // CHUNK_TOKENS
+            first, count = number * MOST_BLOCK_CHUNKS, split.total // CHUNK_TOKENS
             blocks.append(self._both.lease(0, first, first + split.hidden_chunks))
             blocks.append(self._both.lease(1, first + split.first_kv_chunk, first + count))
         job = RestoreJob(tuple(blocks), 0, slots, 60.0, tuple(range(2 * self._rig.num_layers)))

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import Split, closed_form, make_plan
+from sglang_hcache.sglang_plugin.seam.budget import MOST_BLOCK_CHUNKS
 
-BLOCK_CHUNKS = 64
-"""Most chunks that a restore reads at a time, as in the server."""
-BLOCK_TOKENS = BLOCK_CHUNKS * CHUNK_TOKENS
+BLOCK_TOKENS = MOST_BLOCK_CHUNKS * CHUNK_TOKENS
 
 
 def block_lengths(num_tokens: int) -> list[int]:

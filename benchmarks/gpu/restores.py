@@ -28,6 +28,7 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.restore.stage import DeviceStage, StageSizes
+from sglang_hcache.sglang_plugin.seam.budget import MOST_BLOCK_CHUNKS
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -38,7 +39,6 @@ _WHOLE = ("llama-2-13b", "llama-3-8b")
 _PIECES = (None, 1)
 """Chunks side by side: all, and the worst, which is what a full host tier comes to."""
 _LONG, _LONG_TOKENS = "llama-2-13b", 16384
-BLOCK_CHUNKS = 64
 
 
 class LayerPool:
@@ -104,15 +104,15 @@ class Restores:
                 host.layer_of(slot, layer)[:] = of_layer[tokens].cpu().view(torch.uint8).reshape(-1).numpy()
             self._tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         self._over = threading.Event()
-        pipeline = LayerPipeline(self._tiers, restorer, BLOCK_CHUNKS, memory)
+        pipeline = LayerPipeline(self._tiers, restorer, MOST_BLOCK_CHUNKS, memory)
         self._engine = RestoreEngine(pipeline, Counters(), self._over.set)
 
     def run(self, slots: torch.Tensor) -> float:
         """Seconds of bringing all chunks into ``slots``."""
         began = time.monotonic()
         leases = tuple(
-            self._tiers.lease(self.keys[first : first + BLOCK_CHUNKS])
-            for first in range(0, len(self.keys), BLOCK_CHUNKS)
+            self._tiers.lease(self.keys[first : first + MOST_BLOCK_CHUNKS])
+            for first in range(0, len(self.keys), MOST_BLOCK_CHUNKS)
         )
         layers = tuple(range(self._tiers.layout.num_layers))
         job = RestoreJob(leases, 0, slots, 60.0, layers, self._restorer.fence())

@@ -44,6 +44,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers, served_model
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
+from sglang_hcache.sglang_plugin.seam.budget import MOST_BLOCK_CHUNKS
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
@@ -56,7 +57,6 @@ from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
-BLOCK_CHUNKS = 64
 MOST_ERROR = 0.05
 """Of a restored value, relative to the largest one: bf16, and passes of other sizes."""
 NAMESPACE = Namespace(b"benchmark", "benchmark")
@@ -277,12 +277,14 @@ class Variant:
         self.error = 0.0
         """Of the last restore that was checked."""
         self.tiers = self._filled(disk)
-        self._pipeline = LayerPipeline(self.tiers, rig.restorer, BLOCK_CHUNKS)
+        self._pipeline = LayerPipeline(self.tiers, rig.restorer, MOST_BLOCK_CHUNKS)
         self.engine = RestoreEngine(self._pipeline, Counters(), self._over.set)
         self._readers = ThreadPoolExecutor(NUM_READERS)
-        self._buffers = [host_buffer(buffer_bytes(self.layout, BLOCK_CHUNKS)) for _ in range(NUM_BUFFERS)]
+        self._buffers = [
+            host_buffer(buffer_bytes(self.layout, MOST_BLOCK_CHUNKS)) for _ in range(NUM_BUFFERS)
+        ]
         """For :meth:`read_alone`."""
-        self.maker = RestoreMaker(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
+        self.maker = RestoreMaker(rig.device, self.tiers, HCacheConfig(), Counters(), MOST_BLOCK_CHUNKS, gate)
 
     def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision, bool]:
         """Seconds to bring back the first ``length`` tokens, what was predicted, and False if all were recomputed."""
@@ -314,8 +316,8 @@ class Variant:
         """Seconds to read the same extents into buffers like the server's, which were used before, and nothing else."""
         keys = self.keys[: length // CHUNK_TOKENS]
         blocks = [
-            self.tiers.lease(keys[first : first + BLOCK_CHUNKS])
-            for first in range(0, len(keys), BLOCK_CHUNKS)
+            self.tiers.lease(keys[first : first + MOST_BLOCK_CHUNKS])
+            for first in range(0, len(keys), MOST_BLOCK_CHUNKS)
         ]
         pipeline = self._pipeline
         buffers = self._buffers
@@ -391,5 +393,5 @@ def gate_of(profile: Profile, stored: Sequence[Method], kind: PlanKind, pass_tok
     """The gate that a server with ``--hcache-method kind`` has."""
     mixes = kind in (PlanKind.AUTO, PlanKind.HYBRID)
     return RestoreGate(
-        profile, stored, BLOCK_CHUNKS * CHUNK_TOKENS, may_recompute=mixes, pass_tokens=pass_tokens
+        profile, stored, MOST_BLOCK_CHUNKS * CHUNK_TOKENS, may_recompute=mixes, pass_tokens=pass_tokens
     )

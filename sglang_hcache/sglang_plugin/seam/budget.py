@@ -21,10 +21,11 @@ from sglang_hcache.device.memory import available_host_bytes
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
 from sglang_hcache.store import MAX_LAYERS, StoreConfig
 
+MOST_BLOCK_CHUNKS = 64
+"""Chunks that a restore reads at a time, at most: one layer of 4,096 tokens is a large read."""
 _FEWEST_SLOTS = 16
 _RUN_SHARE = 1 / 8
 """The share of the disk tier that one run may take."""
-_MOST_BLOCK_CHUNKS = 64  # 4,096 tokens: one layer of them is a large read
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class HostBudget:
                 "(--max-total-tokens)"
             )
         one_chunk = NUM_BUFFERS * buffer_bytes(layout, 1)
-        block_chunks = max(1, min(_MOST_BLOCK_CHUNKS, config.host_size // HOST_PARTS // one_chunk))
+        block_chunks = max(1, min(MOST_BLOCK_CHUNKS, config.host_size // HOST_PARTS // one_chunk))
         row_bytes = sum(layout.row_bytes)
         staging = config.staging_size
         if staging is None:
