@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import torch
 
+from sglang_hcache.cli.server.answers import Lines
 from sglang_hcache.cli.server.client import KEEPALIVE_S
 from sglang_hcache.cli.server.process import ServerProcess
 
@@ -38,6 +39,15 @@ class Answer:
     @property
     def restored(self) -> int:
         return self.host + self.disk
+
+
+def parts_of(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """What comes of a streamed answer. Not by ``iter_lines``: see :class:`Lines`."""
+    lines = Lines()
+    for piece in response.iter_text():
+        for line in lines.take(piece):
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
 
 
 class TierServer:
@@ -146,9 +156,7 @@ class TierServer:
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
         with self._client.stream("POST", self.process.url + "/generate", json=body) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line.removeprefix("data: "))
+            yield from parts_of(response)
 
     def leave_after_the_first_token(self, prompt: Sequence[int]) -> None:
         answer = self.stream(prompt, tokens=3000)

@@ -9,7 +9,6 @@ nothing, must find the same logprobs, and no better token.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import subprocess
@@ -25,7 +24,7 @@ import httpx
 import pytest
 
 from sglang_hcache.core.paths import rank_dir
-from tests.e2e.harness import TOLERANCE, TierServer
+from tests.e2e.harness import TOLERANCE, TierServer, parts_of
 from tests.e2e.load import DiskUsage
 from tests.e2e.one_server.conftest import with_overlap
 
@@ -171,9 +170,8 @@ class Users:
         answer: dict[str, Any] = {}
         url = self._server.process.url + "/generate"
         with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as response:
-            lines = (line for line in response.iter_lines() if line.startswith("data: {"))
-            for line in itertools.islice(lines, leave_after):
-                answer = json.loads(line.removeprefix("data: "))
+            for part in itertools.islice(parts_of(response), leave_after):
+                answer = part
         return answer
 
 
