@@ -202,7 +202,7 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     # With effects beyond this test.
     monkeypatch.setattr(hooks, "register_radix_cache_backend", lambda *_: None)
     hooks.install("cpu")
-    assert not {hooks._CAPTURE, hooks._LOOP} & targets.keys()
+    assert not {hooks._GRAPH_CAPTURE, hooks._LOOP} & targets.keys()
     assert hooks.cpu.fixes().keys() <= targets.keys()
     assert intervals == []
     targets.clear()
@@ -210,13 +210,13 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     assert not hooks.cpu.fixes().keys() & targets.keys()
     assert intervals == [hooks._SWITCH_S], "a decode pass is launched in a few milliseconds"
     assert targets[hooks._LOOP] == (runner.schedule_first, HookType.AROUND)
-    hook, kind = targets[hooks._CAPTURE]  # type: ignore[misc]
+    hook, kind = targets[hooks._GRAPH_CAPTURE]  # type: ignore[misc]
 
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
     capture = parallel_state.GroupCoordinator.graph_capture
     monkeypatch.setattr(parallel_state.GroupCoordinator, "graph_capture", capture)  # put back at the end
-    HookRegistry.register(hooks._CAPTURE, hook, kind)
+    HookRegistry.register(hooks._GRAPH_CAPTURE, hook, kind)
     HookRegistry.apply_hooks()
     monkeypatch.setattr(parallel_state, "get_current_device_stream_fast", lambda: first)
     first = object()
