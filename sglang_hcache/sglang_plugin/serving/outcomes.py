@@ -32,7 +32,8 @@ class Outcomes:
         """It is over: agree with the other ranks on how long it took, report it, and learn from it."""
         job = restore.job
         is_late = restore.is_late and not restore.is_disturbed
-        taken_s = job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s
+        # A pause may have gone on for a moment after its end.
+        taken_s = max(0.0, job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s)
         # Others need not promote: memory that nobody has touched before may take longer than the reads. It delays only
         # who waits for reads.
         copied_s = min(job.copied_s / NUM_READERS, job.waited_s)

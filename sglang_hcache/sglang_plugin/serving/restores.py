@@ -213,7 +213,7 @@ class RestoreCoordinator:
         going_on = [restore for restore in self.running if not restore.is_over]
         self.running.wait(self.scheduler.doze)
         for restore in going_on:
-            restore.pause(time.monotonic() - began)
+            restore.pause(began)
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""

@@ -62,6 +62,8 @@ class Restore:
     """Whether its slots are the tree's already, though the device may still write to them."""
     paused_s: float = 0.0
     """For which nothing of it was computed on the scheduler's thread, for SGLang was told to pause."""
+    stopped: float = 0.0
+    """When it was given up before its first layers were all computed, by ``time.monotonic``."""
     slowest_s: float = 0.0
     """What the slowest rank took, once that is known (:meth:`Outcomes.over`)."""
 
@@ -127,7 +129,8 @@ class Restore:
     @property
     def ended(self) -> float:
         """When it was over, by ``time.monotonic``; infinite where its job was stopped before it began."""
-        return max(self.job.ended, 0.0 if self.recomputation is None else self.recomputation.ended)
+        computed = 0.0 if self.recomputation is None else self.recomputation.ended
+        return max(self.job.ended, computed, self.stopped)
 
     @property
     def is_late(self) -> bool:
@@ -143,17 +146,21 @@ class Restore:
         on_host = sum(source == HOST for source in self.job.sources[:used])
         return CHUNK_TOKENS * on_host, CHUNK_TOKENS * (used - on_host)
 
-    def pause(self, seconds: float) -> None:
-        """So long it has not gone on, through no fault of its own."""
+    def pause(self, since: float) -> None:
+        """It has not gone on since then, through no fault of its own."""
         self.is_disturbed = True
+        # What it waits for its fence is none of its time anyway.
+        since = max(since, self.job.fenced_until)
+        seconds = time.monotonic() - since
         self.paused_s += seconds
         self.job.deadline_s += seconds
 
     def abandon(self) -> None:
         """Stop as soon as possible."""
         self.job.cancel()
-        if self.recomputation is not None:
+        if self.recomputation is not None and self.is_recomputing:
             self.recomputation.stop()
+            self.stopped = time.monotonic()
 
 
 @dataclass(slots=True)

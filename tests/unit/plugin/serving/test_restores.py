@@ -910,6 +910,45 @@ def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(world: World) -> No
     assert job.deadline_s - before > 0.01, "nobody spins meanwhile"
 
 
+def test_what_the_device_computed_in_a_pause_counts_once(world: World) -> None:
+    """The time until it was over is none of the restore's either way."""
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    (job,) = world.engine.jobs
+    before_s = job.deadline_s
+
+    def doze(_bell: int | None) -> None:
+        time.sleep(0.05)
+        job.fenced_until = time.monotonic()
+
+    world.scheduler.doze = doze  # type: ignore[method-assign]
+    world.coordinator.pause()
+    (restore,) = world.coordinator.running
+    assert 0 <= restore.paused_s < 0.025
+    assert job.deadline_s - before_s == pytest.approx(restore.paused_s)
+
+
+def test_one_that_ends_in_a_pause_took_no_less_than_nothing() -> None:
+    world = World(gate_for(1.0, may_recompute=False))
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    (job,) = world.engine.jobs
+    (restore,) = world.coordinator.running
+
+    def doze(_bell: int | None) -> None:
+        job.submitted = job.ended = time.monotonic()
+        world.engine.end(RestoreState.DONE)
+        time.sleep(0.01)
+
+    world.scheduler.doze = doze  # type: ignore[method-assign]
+    world.coordinator.pause()
+    world.coordinator.tick()
+    assert restore.decision is not None
+    assert world.counters.measures()["restore.saved_seconds"]["sum"] == restore.decision.recompute_s
+
+
 @pytest.mark.parametrize("promoted_s", [0.0, 0.09, 0.9, 2.0])
 def test_what_a_restore_took_to_promote_teaches_nothing(
     promoted_s: float, monkeypatch: pytest.MonkeyPatch
@@ -1288,6 +1327,34 @@ def test_an_abort_ends_the_recomputation(mixing: World) -> None:
     assert len(mixing.forward.passes) == 1
     mixing.engine.end(RestoreState.CANCELLED)
     mixing.coordinator.tick()
+    mixing.assert_clean()
+
+
+@pytest.mark.parametrize("how", ["abort", "update", "switch off"])
+@pytest.mark.parametrize("pauses", [0, 10])
+def test_first_layers_that_are_stopped_end_then(mixing: World, how: str, pauses: int) -> None:
+    """And not with the job, which ended long before: they waited for another restore's, or in a pause."""
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    (job,) = mixing.engine.jobs
+    (restore,) = mixing.coordinator.running
+    assert restore.recomputation is not None
+    job.submitted -= 100.0
+    job.ended = restore.recomputation.ended = job.submitted
+    mixing.engine.end(RestoreState.DONE)
+    for _ in range(pauses):
+        mixing.coordinator.pause()
+    if how == "abort":
+        mixing.coordinator.drop("a")
+    elif how == "update":
+        mixing.coordinator.invalidate()
+    else:
+        mixing.coordinator.stop()
+    mixing.coordinator.reap()
+    mixing.coordinator.reap()
+    lost = mixing.counters.measures()["restore.lost_seconds_cancelled"]
+    assert lost == {"count": 1, "sum": pytest.approx(100.0, abs=0.9)}
     mixing.assert_clean()
 
 
