@@ -71,9 +71,7 @@ class Outcomes:
             return
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
         if (restore.is_certain or is_late) and not restore.is_disturbed:
-            recomputation = restore.recomputation
-            is_timed = recomputation is not None and recomputation.is_complete
-            first_layers_s = recomputation.seconds if recomputation and is_timed else None
+            first_layers_s = restore.computed_s if restore.num_recompute and restore.is_computed else None
             self._gate.restored(
                 restore.decision,
                 seconds,
@@ -111,8 +109,8 @@ class Outcomes:
         if job.seconds > 0:
             gb_per_s = len(job.sources) * chunk_bytes / job.seconds / 1e9
             observer.observe(f"restore.gb_per_s_{source}", gb_per_s)
-        if restore.recomputation is not None:
-            observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
+        if restore.num_recompute:
+            observer.observe("restore.recompute_seconds", restore.computed_s)
         if restore.decision is not None:
             ratio = restore.seconds / restore.decision.job_s
             observer.observe(f"restore.prediction_ratio_{source}", ratio)

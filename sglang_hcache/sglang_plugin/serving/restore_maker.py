@@ -21,7 +21,6 @@ from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import YIELDING_SHARE
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
-from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.sglang_plugin.serving.tickets import Restore, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 from sglang_hcache.tier.tiered import DISK, HOST, ChunkLease, TieredStore
@@ -192,13 +191,18 @@ class RestoreMaker:
     def advance(self, restores: Iterable[Restore]) -> None:
         """Compute a piece of the first of ``restores`` that wants it: decoding of others goes on between pieces."""
         restore = next((restore for restore in restores if restore.is_recomputing), None)
-        if restore is None or restore.recomputation is None:
+        if restore is None:
             return
+        assert restore.ticket is not None, "one that nobody wants is stopped"
         try:
             restore.job.check()
             if self._device.gpu is not None:
                 self._device.gpu.stage.passes.begin()
-            restore.recomputation.advance(self._device.largest_pass)
+            first = restore.start + restore.num_computed
+            end = min(first + self._device.largest_pass, restore.end)
+            tokens, slots = restore.ticket.prompt.tokens[:end], restore.slots[:end]
+            seconds = self._device.forward.extend(tokens, slots, first, restore.num_recompute)
+            restore.computed(end - first, seconds)
         except RestoreError as error:
             logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)
             restore.ran_out_of_time = isinstance(error, RestoreTimeoutError)
@@ -241,20 +245,13 @@ class RestoreMaker:
         is_whole = len(layers) == self._tiers.layout.num_layers
         leases = self._lease(keys, promote=is_whole)
         job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence)
-        recomputation = None
-        if decision is not None and decision.num_recompute:
-            self._observer.count("restore.layers_recomputed", decision.num_recompute)
-            recomputation = Recomputation(
-                self._device.forward,
-                ticket.prompt.tokens,
-                torch.cat([match.slots, slots]),
-                len(match),
-                decision.num_recompute,
-            )
-        by_pace = self._depends_on_pace(layers, decision)
         if decision is not None and self._gate is not None:
             self._gate.begins(decision)
-        return Restore(job, match.slots, match.node, ticket, decision, recomputation, by_pace)
+        by_pace = self._depends_on_pace(layers, decision)
+        restore = Restore(job, match.slots, match.node, ticket, decision, by_pace)
+        if restore.num_recompute:
+            self._observer.count("restore.layers_recomputed", restore.num_recompute)
+        return restore
 
     def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
         """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none on any rank."""

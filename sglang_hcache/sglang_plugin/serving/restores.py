@@ -36,8 +36,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-import torch
-
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
@@ -297,7 +295,7 @@ class RestoreCoordinator:
         self._stalled = 0
         self._look_again()
         tokens = ticket.prompt.tokens[: restore.end]
-        slots = torch.cat([restore.prefix, restore.job.slots])
+        slots = restore.slots
         existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
         # [0, start) is the tree's own; [start, existing) was computed by somebody else meanwhile.
         left_over = slots[restore.start : existing]

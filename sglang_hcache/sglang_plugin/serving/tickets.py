@@ -17,7 +17,6 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.decision import Decision
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.seam.protocols import Node, Prompt
-from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.tier.tiered import HOST
 
 _MOST_ATTEMPTS = 2
@@ -46,8 +45,6 @@ class Restore:
     ticket: Ticket | None
     decision: Decision | None
     """Why it was started; None if nobody predicted anything."""
-    recomputation: Recomputation | None
-    """Computes the layers that the job does not bring; None if it brings all."""
     depends_on_pace: bool = False
     """Whether it takes longer, or less, when its share of the device changes."""
     is_disturbed: bool = False
@@ -56,6 +53,12 @@ class Restore:
     """Whether another rank has not brought its part."""
     failed_elsewhere: bool = False
     """Whether it should have: nobody had given the restore up."""
+    num_computed: int = 0
+    """Tokens whose first layers, which the job does not bring, were computed on the scheduler's thread."""
+    computed_s: float = 0.0
+    """Spent on that."""
+    last_computed: float = 0.0
+    """When that was, by ``time.monotonic``."""
     ran_out_of_time: bool = False
     """While its first layers were computed."""
     is_in_tree: bool = False
@@ -76,9 +79,30 @@ class Restore:
         return self.start + self.job.num_tokens
 
     @property
+    def slots(self) -> torch.Tensor:
+        """(end,) int64, one a token from the prompt's beginning."""
+        return torch.cat([self.prefix, self.job.slots])
+
+    @property
+    def num_recompute(self) -> int:
+        """First layers that the job does not bring [HCache §4.1]."""
+        return 0 if self.decision is None else self.decision.num_recompute
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether none of those is left to be computed."""
+        return not self.num_recompute or self.num_computed == self.job.num_tokens
+
+    @property
     def is_recomputing(self) -> bool:
-        """Whether layers are left to be computed on the scheduler's thread."""
-        return self.recomputation is not None and not self.recomputation.is_over
+        """Whether some are, and will be, on the scheduler's thread."""
+        return not self.is_computed and not self.stopped
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Those of so many more tokens; it took ``seconds``."""
+        self.num_computed += num_tokens
+        self.computed_s += seconds
+        self.last_computed = time.monotonic()
 
     @property
     def is_over(self) -> bool:
@@ -88,8 +112,7 @@ class Restore:
     @property
     def is_certain(self) -> bool:
         """Whether every layer is in the slots, or will be behind :attr:`RestoreJob.written`."""
-        is_computed = self.recomputation is None or self.recomputation.is_complete
-        return self.job.is_certain and is_computed and not self.missing_elsewhere
+        return self.job.is_certain and self.is_computed and not self.missing_elsewhere
 
     @property
     def outcome(self) -> str:
@@ -123,14 +146,13 @@ class Restore:
     @property
     def seconds(self) -> float:
         """How long it took, from the first read to the last layer."""
-        computed = 0.0 if self.recomputation is None else self.job.ran_s(self.recomputation.ended)
+        computed = self.job.ran_s(self.last_computed) if self.num_computed else 0.0
         return max(self.job.seconds, computed - self.paused_s, self.slowest_s)
 
     @property
     def ended(self) -> float:
         """When it was over, by ``time.monotonic``; infinite where its job was stopped before it began."""
-        computed = 0.0 if self.recomputation is None else self.recomputation.ended
-        return max(self.job.ended, computed, self.stopped)
+        return max(self.job.ended, self.last_computed, self.stopped)
 
     @property
     def is_late(self) -> bool:
@@ -158,8 +180,7 @@ class Restore:
     def abandon(self) -> None:
         """Stop as soon as possible."""
         self.job.cancel()
-        if self.recomputation is not None and self.is_recomputing:
-            self.recomputation.stop()
+        if self.is_recomputing:
             self.stopped = time.monotonic()
 
 
