@@ -283,8 +283,9 @@ GAUGES = (
     ),
     GaugeMetric(
         "waiting_requests",
-        "Requests in SGLang's queue by the state of their restore. pending: waits to start; running; pinned: ended, "
-        "and its slots are held until the request is admitted; resolved: no restore.",
+        "Requests with whole chunks in SGLang's queue, queued while the tier was on, by the state of their restore. "
+        "pending: waits to start; running; pinned: ended, and its slots are held until the request is admitted; "
+        "resolved: no restore.",
         "requests", ("phase",), WAITING,
     ),
     GaugeMetric(

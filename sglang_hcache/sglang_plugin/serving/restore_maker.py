@@ -83,12 +83,10 @@ class RestoreMaker:
         found = [self._tiers.match(keys) for keys in prompts]
         return [int(count) for count in self._ranks.minimum(*found)]
 
-    def looked_up(self, ticket: Ticket, *, is_hit: bool) -> None:
+    def looked_up(self, *, is_hit: bool) -> None:
         """Count a request that looked for the chunk behind those on the device."""
         self._observer.count("lookup.requests")
         self._observer.count("lookup.hits" if is_hit else "lookup.misses")
-        if not is_hit:
-            self.missed(ticket, ticket.following)
 
     def missed(self, ticket: Ticket, keys: Sequence[ChunkKey]) -> None:
         """The first of ``keys`` was in no tier: count that once for each request; none: nothing was missing."""

@@ -105,7 +105,7 @@ class RestoreCoordinator:
         if not ticket.following:
             ticket.note("queued with %d whole chunks, not looked for", len(keys))
             return
-        self._maker.looked_up(ticket, is_hit=is_hit)
+        self._maker.looked_up(is_hit=is_hit)
         ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
 
     def newcomer(self) -> None:

@@ -113,6 +113,8 @@ class Starter:
             ticket.on_device = self._tree.match_length(ticket.prompt.tokens, ticket.prompt.tenant)
         found = self._maker.find([ticket.following for ticket in tickets])
         for ticket, is_hit in zip(tickets, found, strict=True):
+            if not is_hit:
+                self._maker.missed(ticket, ticket.following)
             phase = Phase.PENDING if is_hit else Phase.RESOLVED
             if phase is not ticket.phase:
                 self.look_again()
@@ -174,11 +176,12 @@ class Starter:
             return _Attempt.NO_ROOM
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS : ticket.most_chunks]
-        if self._awaits_another(ticket, len(match), missing, ahead):
-            return _Attempt.GO_ON
         (found,) = self._maker.find([missing])
         keys = missing[:found]
+        # First: who waits may find everything on the device afterwards, for the other request has computed the rest.
         self._maker.missed(ticket, missing[found : found + 1])
+        if self._awaits_another(ticket, len(match), missing, ahead):
+            return _Attempt.GO_ON
         ticket.on_device = len(match)
         if not keys:
             ticket.enter(Phase.RESOLVED)

@@ -1573,3 +1573,33 @@ def test_what_is_known_of_a_miss(world: World) -> None:
     world.coordinator.tick()
     assert world.counters["lookup.missed_new"] == 2
     assert world.counters["lookup.misses"] == 2
+
+
+def test_who_shares_a_restore_misses_what_no_tier_has_too(world: World) -> None:
+    """Once each, though the first one has computed it before the second looks again."""
+    prompt = [*tokens(1, 4), *tokens(2, 2)]
+    world.store(prompt[: 4 * CHUNK_TOKENS])
+    world.queue("a", prompt)
+    world.queue("b", prompt)
+    world.coordinator.tick()
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.reap()
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    world.tree.compute(prompt)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("b")
+    assert world.counters["lookup.missed_new"] == 2
+
+
+def test_what_left_the_device_and_all_tiers_is_missed(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    assert world.coordinator.give_back()
+    world.tree.evict_all()
+    world.tiers.clear()
+    for _ in range(2):
+        assert world.coordinator.may_be_admitted("a")
+        world.tree.evictions += 1
+    assert world.counters["lookup.missed_new"] == 1
+    assert world.counters["lookup.misses"] == 0
