@@ -113,17 +113,18 @@ COUNTERS = (
     ),
     CounterMetric(
         "saved_seconds",
-        "Seconds that successful restores saved waiting requests: predicted recompute time minus time from decision to "
-        "completion (on a GPU, excluding passes already running). Slower ones count in lost_seconds. Without "
-        "predictions (--hcache-restore always with kv or hidden) neither is counted.",
+        "Seconds that restores saved the requests that ran with what they brought: predicted recompute time minus time "
+        "from decision to completion (on a GPU, excluding passes already running). Slower ones count in lost_seconds. "
+        "Without predictions (--hcache-restore always with kv or hidden) neither is counted.",
         "seconds", "", {"restore.saved_seconds": ""},
     ),
     CounterMetric(
         "lost_seconds",
         "Seconds that restores cost waiting requests. slower: a successful restore took this much longer than the "
-        "predicted recompute time. All other reasons: its whole time, from decision to end. aborted: no request waited "
-        "any more, or a running request needed the room. saved_seconds minus lost_seconds is what restores gain; what "
-        "saving costs and waits before a restore are not in it.",
+        "predicted recompute time. All other reasons: its whole time, from decision to end. aborted: stopped, because "
+        "no request waited any more or a running request needed the room. unused: done, but its request never ran with "
+        "it: it had left, or the room was given to others first. saved_seconds minus lost_seconds is what restores "
+        "gain; what saving costs and waits before a restore are not in it.",
         "seconds", "reason",
         {
             "restore.lost_seconds_slower": "slower", "restore.lost_seconds_late": "late",
@@ -131,6 +132,7 @@ COUNTERS = (
             "restore.lost_seconds_failed": "failed",
             "restore.lost_seconds_failed_on_another_rank": "failed_on_another_rank",
             "restore.lost_seconds_cancelled": "aborted",
+            "restore.lost_seconds_unused": "unused",
         },
     ),
     CounterMetric(

@@ -49,8 +49,10 @@ class Outcomes:
         self._observer.count(f"restore.{restore.outcome}")
         if restore.is_certain:
             self._report(restore)
-        if restore.decision is not None:
-            self._report_gain(restore, restore.decision.recompute_s, taken_s)
+        restore.taken_s = taken_s
+        if not restore.is_certain:
+            restore.is_used = False
+        self._report_gain(restore)
         seconds, others_s, waited_s = without_copies
         self._learn(
             restore, seconds, others_s if all_are_certain else None, waited_s, is_late=not all_in_time
@@ -81,16 +83,26 @@ class Outcomes:
                 is_complete=restore.is_certain,
             )
 
-    def _report_gain(self, restore: Restore, recompute_s: float, taken_s: float) -> None:
-        """What it saved the request that waited for it, or cost it, against recomputing at once."""
-        is_of_use = restore.is_certain and restore.ticket is not None
-        if is_of_use and taken_s <= recompute_s:
-            self._observer.observe("restore.saved_seconds", recompute_s - taken_s)
-        elif is_of_use:
-            self._observer.observe("restore.lost_seconds_slower", taken_s - recompute_s)
-        else:
-            reason = "cancelled" if restore.is_certain else restore.outcome
+    def served(self, restore: Restore, *, is_used: bool) -> None:
+        """Its request runs with what it brought, or never will. It may not be over yet."""
+        restore.is_used = is_used
+        self._report_gain(restore)
+
+    def _report_gain(self, restore: Restore) -> None:
+        """What it saved the request that waited for it, or cost it, against recomputing at once: when both are known,
+        what it took and whether it was of use.
+        """
+        taken_s, decision = restore.taken_s, restore.decision
+        if taken_s is None or restore.is_used is None or decision is None:
+            return
+        gain_s = decision.recompute_s - taken_s
+        if not restore.is_used:
+            reason = "unused" if restore.is_certain else restore.outcome
             self._observer.observe(f"restore.lost_seconds_{reason}", taken_s)
+        elif gain_s >= 0:
+            self._observer.observe("restore.saved_seconds", gain_s)
+        else:
+            self._observer.observe("restore.lost_seconds_slower", -gain_s)
 
     def _report(self, restore: Restore) -> None:
         """One that ended well."""

@@ -85,7 +85,9 @@ class RestoreCoordinator:
         self._patience = Patience(device.ranks.now)
         self.waiting = Waiting(device.tree, device.scheduler, observer, self._patience.now)
         self.running = running
-        self._starter = Starter(device, observer, maker, engine, running, self.waiting, _PIN_LIMIT_S / 2)
+        self._starter = Starter(
+            device, observer, maker, outcomes, engine, running, self.waiting, _PIN_LIMIT_S / 2
+        )
         self._stalled = 0
         self._may_tell = Throttle()
 
@@ -133,7 +135,7 @@ class RestoreCoordinator:
         host, disk = ticket.restore.tokens_within(prefix_tokens) if ticket.restore is not None else (0, 0)
         ticket.note("admitted with %d cached tokens", prefix_tokens)
         self._tell_if_slow(ticket)
-        self.waiting.let_go(ticket)
+        self._let_go(ticket, is_used=host + disk > 0)
         ticket.enter(Phase.RESOLVED)  # if it was another request's, of the same ID, nobody waits for its room
         return Admission(host, disk, ticket.life)
 
@@ -143,9 +145,16 @@ class RestoreCoordinator:
         if ticket is not None:
             ticket.note("left the queue")
             logger.debug("hcache: request %r: %s", rid, ticket.life)
-            self.waiting.let_go(ticket)
+            self._let_go(ticket)
             ticket.enter(Phase.RESOLVED)  # it waits no longer
             self._tell_if_slow(ticket)
+
+    def _let_go(self, ticket: Ticket, *, is_used: bool = False) -> None:
+        """Its request runs, or has no use for its restore any more."""
+        self.waiting.let_go(ticket)
+        if ticket.restore is not None:
+            self._outcomes.served(ticket.restore, is_used=is_used)
+            ticket.restore = None
 
     def _tell_if_slow(self, ticket: Ticket) -> None:
         if ticket.held_s > _SLOW_S and self._may_tell():
@@ -162,9 +171,8 @@ class RestoreCoordinator:
         Returns when no job reads weights any more, or after half a minute: nothing comes of what it reads then.
         """
         for ticket in self.waiting:
-            self.waiting.let_go(ticket)
+            self._let_go(ticket)
             ticket.keys = []
-            ticket.restore = None
             ticket.enter(Phase.RESOLVED)
         self._await_end(list(self.running))
 
@@ -173,9 +181,8 @@ class RestoreCoordinator:
         for ticket in self.waiting:
             ticket.is_given_up = True
             if ticket.phase in (Phase.PENDING, Phase.RUNNING):
-                self.waiting.let_go(ticket)
+                self._let_go(ticket)
                 ticket.note("not restored: the tier is switched off")
-                ticket.restore = None
                 ticket.enter(Phase.RESOLVED)
         self.scheduler.look_again()
 
@@ -193,10 +200,9 @@ class RestoreCoordinator:
             return False
         ticket = restore.ticket
         if ticket is not None:  # else it is being stopped already
-            self.waiting.let_go(ticket)
+            self._let_go(ticket)
             self._observer.count("restore.stopped_for_room")
             ticket.note("the restore is stopped: a running request needs its room")
-            ticket.restore = None
             if ticket.is_final:
                 ticket.enter(Phase.RESOLVED)
             else:

@@ -12,6 +12,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.line import Ahead, Overtaking
+from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import Running
@@ -44,6 +45,7 @@ class Starter:
         device: Device,
         observer: Observer,
         maker: RestoreMaker,
+        outcomes: Outcomes,
         engine: RestoreEngine,
         running: Running,
         waiting: Waiting,
@@ -54,6 +56,7 @@ class Starter:
         self._now = device.ranks.now
         self._observer = observer
         self._maker = maker
+        self._outcomes = outcomes
         self._engine = engine
         self._running = running
         self._waiting = waiting
@@ -251,6 +254,8 @@ class Starter:
             self._tree.free(slots)
             self._tree.unlock(match.node)
             return _Attempt.GO_ON  # gone since the look-up: it is looked up anew in the next round
+        if ticket.restore is not None:  # what it brought is gone
+            self._outcomes.served(ticket.restore, is_used=False)
         ticket.restore = restore
         self._running.add(restore)
         ticket.attempts += 1

@@ -69,6 +69,10 @@ class Restore:
     """When it was given up before its first layers were all computed, by ``time.monotonic``."""
     slowest_s: float = 0.0
     """What the slowest rank took, once that is known (:meth:`Outcomes.over`)."""
+    taken_s: float | None = None
+    """For how long a request waited for it alone; known then, too."""
+    is_used: bool | None = None
+    """Whether its request ran with what it brought, once that is known."""
 
     @property
     def start(self) -> int:

@@ -118,6 +118,7 @@ def test_launching_its_requests_pass_is_no_time_of_the_restore() -> None:
     world.coordinator.tick()
     decision = world.coordinator.waiting.get("a").restore.decision  # type: ignore[union-attr]
     job.ended = job.submitted + 0.001
+    world.coordinator.admitted("a", len(PROMPT))
     time.sleep(0.05)
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()

@@ -69,7 +69,7 @@ def test_every_event_is_a_metric_or_known_not_to_be() -> None:
         ),
         *(
             f"restore.lost_seconds_{end}"
-            for end in ("failed", "failed_on_another_rank", "late", "try_late", "cancelled")
+            for end in ("failed", "failed_on_another_rank", "late", "try_late", "cancelled", "unused")
         ),
         *(f"capture.chunks_dropped_{why}" for why in ("incomplete", "staging_full")),
         *(f"wait.{phase.value}_seconds" for phase in Phase if phase is not Phase.RESOLVED),

@@ -945,6 +945,7 @@ def test_one_that_ends_in_a_pause_took_no_less_than_nothing() -> None:
     world.scheduler.doze = doze  # type: ignore[method-assign]
     world.coordinator.pause()
     world.coordinator.tick()
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
     assert restore.decision is not None
     assert world.counters.measures()["restore.saved_seconds"]["sum"] == restore.decision.recompute_s
 
@@ -1477,6 +1478,11 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
 # -- what restores are worth ---------------------------------------------------------------------
 
 
+def gains(world: World) -> set[str]:
+    """What was reported of them."""
+    return {name for name in world.counters.measures() if "saved" in name or "lost" in name}
+
+
 @pytest.mark.parametrize(("late_s", "saved_s"), [(0.0, 9.0), (20.0, -11.0)])
 def test_what_a_restore_saves_or_costs(late_s: float, saved_s: float) -> None:
     """Recomputing 4 chunks is predicted to take about 10 s."""
@@ -1487,38 +1493,88 @@ def test_what_a_restore_saves_or_costs(late_s: float, saved_s: float) -> None:
     world.engine.jobs[0].submitted -= late_s + 1.0
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
+    assert not gains(world), "while nobody runs with it"
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
     name = "restore.saved_seconds" if saved_s > 0 else "restore.lost_seconds_slower"
     measures = world.counters.measures()
     assert measures[name]["count"] == 1
     assert measures[name]["sum"] == pytest.approx(abs(saved_s), abs=0.9)
-    assert sum("saved" in other or "lost" in other for other in measures) == 1
+    assert gains(world) == {name}
     assert measures["restore.prediction_ratio_host"]["count"] == 1
 
 
 def test_what_restores_without_a_result_cost() -> None:
     world = World(gate_for(1.0, may_recompute=False))
-    for number, state in enumerate((RestoreState.FAILED, RestoreState.DONE)):
+    for number, state in enumerate((RestoreState.FAILED, RestoreState.CANCELLED, RestoreState.DONE)):
         world.store(tokens(number, 4))
         world.queue("a", tokens(number, 4))
         world.coordinator.tick()
         world.engine.jobs[0].submitted -= 3.0
-        if state is RestoreState.DONE:  # too late: its request has left
+        if state is not RestoreState.FAILED:  # its request has left
             world.coordinator.drop("a")
         world.engine.end(state)
         world.coordinator.tick()
         world.coordinator.admitted("a", 0)
         world.scheduler.line.clear()
     measures = world.counters.measures()
-    for reason in ("failed", "cancelled"):
+    for reason in ("failed", "cancelled", "unused"):
         assert measures[f"restore.lost_seconds_{reason}"]["sum"] == pytest.approx(3.0, abs=0.9)
     assert "restore.saved_seconds" not in measures
+
+
+@pytest.mark.parametrize("leaves_by", ["admission", "abort", "update", "switch off"])
+def test_what_is_evicted_before_its_request_runs_saved_nothing(leaves_by: str) -> None:
+    """However often it is restored, and whatever becomes of the request."""
+    world = World(gate_for(1.0, may_recompute=False))
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    for attempt in (1, 2):
+        world.restore()
+        assert len(gains(world)) == attempt - 1, "reported when the next one begins"
+        assert world.coordinator.give_back()
+        world.tree.evict_all()
+        assert world.coordinator.may_be_admitted("a") == (attempt == 2)
+    if leaves_by == "admission":
+        world.coordinator.admitted("a", 0)
+    elif leaves_by == "abort":
+        world.coordinator.drop("a")
+    elif leaves_by == "update":
+        world.coordinator.invalidate()
+    else:
+        world.coordinator.stop()
+        world.coordinator.admitted("a", 0)
+    assert gains(world) == {"restore.lost_seconds_unused"}
+    assert world.counters.measures()["restore.lost_seconds_unused"]["count"] == 2
+
+
+def test_who_waits_for_its_second_restore_when_the_tier_is_switched_off_gained_nothing() -> None:
+    world = World(gate_for(1.0, may_recompute=False))
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    assert world.coordinator.give_back()
+    world.tree.evict_all()
+    assert not world.coordinator.may_be_admitted("a")
+    world.coordinator.stop()
+    assert gains(world) == {"restore.lost_seconds_unused"}
+
+
+def test_a_pin_that_is_given_back_may_be_of_use_still() -> None:
+    world = World(gate_for(1.0, may_recompute=False))
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    assert world.coordinator.give_back()
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    assert gains(world) == {"restore.saved_seconds"}
 
 
 def test_without_predictions_nothing_is_saved_or_lost(world: World) -> None:
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))
     world.restore()
-    assert not any("saved" in name or "lost" in name for name in world.counters.measures())
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    assert not gains(world)
 
 
 def test_how_long_requests_wait_in_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
