@@ -117,7 +117,7 @@ class RestoreMaker:
             # A slow disk under the tail of a prefix must not cost the head, which host memory has.
             part_s = self._part_s(head, num_chunks - head, start, load)
             instead = replace(decision, recompute_s=part_s)
-            if part_s < decision.recompute_s and not instead.pays():
+            if not instead.pays():
                 decision, without_s = instead, part_s
         leaves_rest = without_s < math.inf
         starts = self._restores_all or (not leaves_rest and decision.pays(behind_s))

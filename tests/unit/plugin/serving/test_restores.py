@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
+from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import ChunkLease, TieredStore
@@ -1010,6 +1012,20 @@ def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
     assert world.coordinator.may_be_admitted("later"), "it comes first in the scheduler's order"
 
 
+def test_who_waits_for_room_that_another_restore_holds_is_overtaken(world: World) -> None:
+    """That one gives it back by itself."""
+    half = CAPACITY // CHUNK_TOKENS // 2
+    world.scheduler.running = True
+    world.store(tokens(1, half))
+    world.queue("first", tokens(1, half))
+    world.store(tokens(2, 4))
+    world.queue("second", tokens(2, 4))
+    world.queue("miss", tokens(3, 1))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    assert world.coordinator.may_be_admitted("miss")
+
+
 def test_once_it_is_restored_others_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "_LOOK_AGAIN_S", 0.0)
     waiting_for_room(world)
@@ -1567,6 +1583,29 @@ def test_a_pin_that_is_given_back_may_be_of_use_still() -> None:
     assert world.coordinator.give_back()
     world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
     assert gains(world) == {"restore.saved_seconds"}
+
+
+def ticket_of(world: World, **more: Any) -> Ticket:
+    return Ticket(Prompt("a", array("q"), None), [], world.coordinator.waiting.clock, world.counters, **more)
+
+
+def test_nothing_is_left_to_try_after_the_last_attempt(world: World) -> None:
+    """Not even what host memory has of it."""
+    ticket = ticket_of(world, head=1, attempts=2, phase=Phase.RUNNING)
+    ticket.fall_back()
+    assert (ticket.phase, ticket.is_given_up) == (Phase.RESOLVED, True)
+
+
+def test_what_is_given_back_has_no_slots_any_more(world: World) -> None:
+    """For those behind in the queue its request needs them again."""
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    ticket = world.coordinator.waiting.get("a")
+    assert ticket is not None
+    assert ticket.restored == 4 * CHUNK_TOKENS
+    assert world.coordinator.give_back()
+    assert ticket.restored == 0
 
 
 def test_without_predictions_nothing_is_saved_or_lost(world: World) -> None:
