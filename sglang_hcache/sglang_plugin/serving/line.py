@@ -1,21 +1,26 @@
-"""The order of the queue: what those before a request need, and who may not overtake one whose restore runs."""
+"""The order of the queue: what those before a request need, what restores may take, and who may not overtake them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import islice
+
+import torch
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.sglang_plugin.seam.protocols import Device, QueuedRequest
-from sglang_hcache.sglang_plugin.serving.room import Room
+from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, QueuedRequest
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
+_MOST_HELD = 0.5
+"""Share of the pool that restores and pins may hold together; one restore may always run alone."""
 _MOST_HELD_BACK_S = 30.0
 _MATCH_EVERY_S = 0.5
+_MOST_LOOKED_AT = 64  # for room: seldom are so many admitted before the next look
 
 
 class Ahead:
@@ -54,11 +59,15 @@ class Ahead:
             self.seconds += self._prefill_s(request.num_tokens - covered, covered)
 
 
-class Overtaking:
-    """Who must not be admitted before an earlier request, whose restore runs.
+class Line:
+    """Room for restores, and who must not be admitted before an earlier request that waits for one.
 
-    SGLang admits a request that there is room for although one before it waits for its restore. Two of them would do
-    that one wrong:
+    Restores get slots within our share of the pool, and not those that other requests will need.
+
+    SGLang admits a request that there is room for although one before it waits for its restore. While no restore runs,
+    nobody is admitted behind the first one whose restore found no room, which would never grow then: SGLang, which
+    needs as much room for the whole of that one, and more, admits nobody behind it either. Not so while pins hold room:
+    they give it back by themselves. Behind the first one whose restore runs, two would do that one wrong:
 
     * who takes the room that it will need, the last place among running requests, or that of its adapter: it would be
       restored, and wait until others end.
@@ -66,7 +75,7 @@ class Overtaking:
       beside them: who is restored meanwhile would wait for all of them. All in all, a request is held back for that
       for half a minute at most: with priorities, restores may always come before it.
 
-    Only until that restore is over: then SGLang does it.
+    Only until that restore is over: then SGLang does it. For the scheduler's thread.
 
     Args:
         may_overtake: how many tokens may be computed before one whose restore has so many seconds to go.
@@ -75,7 +84,6 @@ class Overtaking:
     def __init__(
         self,
         device: Device,
-        room: Room,
         running: Running,
         waiting: Waiting,
         may_overtake: Callable[[float], float],
@@ -83,19 +91,68 @@ class Overtaking:
         self._tree = device.tree
         self._scheduler = device.scheduler
         self._has_adapters = device.adapters is not None
-        self._room = room
         self._running = running
         self._waiting = waiting
         self._may_overtake = may_overtake
+        self._reserved = 0
         self._first: Ticket | None = None
+        self._phase = Phase.PENDING
+        """Of the first one, when that was looked at: it found no room, or its restore runs."""
         self._before = set[str]()
         self._most_tokens = math.inf
         self._fitting: set[str] | None = None
 
-    def look(self) -> None:
-        """Now and then."""
-        self._first, self._before = self._waiting.before_first_running() if self._running else (None, set())
-        if self._first is not None and self._first.restore is not None:
+    # -- room ------------------------------------------------------------------------------------
+
+    def look_for_room(self) -> None:
+        """What running requests need may have changed: before restores start."""
+        self._reserved = self._scheduler.reserved_tokens()
+
+    @property
+    def held_tokens(self) -> int:
+        """Slots that restores fill, or have filled for requests that still wait."""
+        return self._running.tokens + self._waiting.pinned_tokens
+
+    @property
+    def room(self) -> int:
+        """Slots that are not needed by running requests."""
+        return self._tree.room() - self._reserved
+
+    def has_room(self, count: int, ahead: int) -> bool:
+        """Whether ``count`` slots may be taken, with ``ahead`` left for requests that come first in the queue."""
+        held = self.held_tokens
+        if held and held + count > _MOST_HELD * self._tree.capacity():
+            return False
+        return self.room >= count + ahead
+
+    def take(self, match: DeviceMatch, count: int, ahead: int) -> torch.Tensor | None:
+        """``count`` slots behind ``match``, which is locked then; None if there is no room."""
+        self._tree.lock(match.node)  # first, for what is locked is no room
+        slots = self._tree.allocate(count) if self.has_room(count, ahead) else None
+        if slots is None:
+            self._tree.unlock(match.node)
+        return slots
+
+    # -- who may not be admitted -----------------------------------------------------------------
+
+    def look(self, refused: Ticket | None) -> None:
+        """Now and then.
+
+        Args:
+            refused: the first one whose restore found no room when that was last tried.
+        """
+        is_running = self._waiting.number_of(Phase.RUNNING) > 0
+        self._phase = Phase.RUNNING if is_running else Phase.PENDING
+        self._first, self._before = None, set()
+        for request, ticket in self._waiting.queue() if is_running or refused is not None else ():
+            is_first = ticket is not None and (
+                ticket.phase is Phase.RUNNING if is_running else ticket is refused
+            )
+            if is_first and not request.is_passed_over:
+                self._first = ticket
+                break
+            self._before.add(request.rid)
+        if is_running and self._first is not None and self._first.restore is not None:
             self._most_tokens = self._may_overtake(self._running.left_s(self._first.restore))
             self._fitting = self._who_fits()
 
@@ -106,8 +163,10 @@ class Overtaking:
             ticket: its ticket, if it has one.
         """
         first = self._first
-        if first is None or first.phase is not Phase.RUNNING or ticket is first or rid in self._before:
+        if first is None or first.phase is not self._phase or ticket is first or rid in self._before:
             return False
+        if first.phase is Phase.PENDING:
+            return self._scheduler.is_running() and not self.held_tokens
         if self._fitting is not None and rid not in self._fitting:
             return True
         return ticket is not None and self._takes_long(ticket)
@@ -116,15 +175,17 @@ class Overtaking:
         """Those of SGLang's queue that there is room and a place for beside all those before them; None: all of them,
         and who comes next.
         """
-        ahead, left, fitting = Ahead(lambda *_: 0.0), self._room.left, set[str]()
-        queue, places = list(self._waiting.first_ones()), self._scheduler.places()
+        ahead, room, fitting = Ahead(lambda *_: 0.0), self.room, set[str]()
+        first_ones = islice(self._waiting.queue(), _MOST_LOOKED_AT)
+        queue = [(request, ticket) for request, ticket in first_ones if not request.is_passed_over]
+        places = self._scheduler.places()
         # Of adapters there are fewer places, and who comes next may take the last one.
         is_for_all = len(queue) < places and not self._has_adapters
-        if is_for_all and sum(request.num_tokens + request.new_tokens for request, _ in queue) <= left:
+        if is_for_all and sum(request.num_tokens + request.new_tokens for request, _ in queue) <= room:
             return None
         for request, ticket in queue[: max(0, places)]:
             ahead.add(request, ticket)
-            if ahead.tokens > left:
+            if ahead.tokens > room:
                 return fitting
             fitting.add(request.rid)
         return None if is_for_all else fitting

@@ -117,7 +117,7 @@ class RestoreCoordinator:
     def may_be_admitted(self, rid: str) -> bool:
         """False while the request should wait for its restore, or for that of an earlier one that it would harm."""
         ticket = self.waiting.get(rid)
-        if self._starter.holds_back(rid, ticket):
+        if self._starter.line.is_to_wait(rid, ticket):
             return False
         if ticket is None:
             return True

@@ -11,10 +11,9 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
-from sglang_hcache.sglang_plugin.serving.line import Ahead, Overtaking
+from sglang_hcache.sglang_plugin.serving.line import Ahead, Line
 from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
-from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
@@ -61,13 +60,12 @@ class Starter:
         self._running = running
         self._waiting = waiting
         self._most_idle_s = most_idle_s
-        self._room = Room(device.tree, device.scheduler, running, waiting)
-        self._overtaking = Overtaking(device, self._room, running, waiting, maker.may_overtake)
+        self.line = Line(device, running, waiting, maker.may_overtake)
         self._holding_until = 0.0
         self._next_look = 0.0
         self._has_newcomer = False
         self._refused: Ticket | None = None
-        """The first one whose restore found no room when that was last looked at, ..."""
+        """The first one whose restore found no room when that was last tried, ..."""
         self._before = set[str]()
         """... and who came before it."""
 
@@ -85,27 +83,7 @@ class Starter:
         """Leave the room that there is now to the head of the queue for so long."""
         self._holding_until = self._now() + seconds
         self._refused = None
-
-    # -- who may not be admitted -----------------------------------------------------------------
-
-    def holds_back(self, rid: str, ticket: Ticket | None) -> bool:
-        """Whether SGLang would do wrong by an earlier request if it admitted this one now.
-
-        Args:
-            ticket: of this one, if it has one.
-        """
-        return self._overtaking.is_to_wait(rid, ticket) or self._would_take_room(rid)
-
-    def _would_take_room(self, rid: str) -> bool:
-        """Whether this one is behind the first whose restore found no room, which would never grow then.
-
-        SGLang, which needs as much room for the whole of that one, and more, admits nobody behind it either. Not while
-        restores or pins hold room: they give it back by themselves.
-        """
-        refused = self._refused
-        if refused is None or refused.phase is not Phase.PENDING or rid == refused.prompt.rid:
-            return False
-        return rid not in self._before and self._scheduler.is_running() and not self._room.held_tokens
+        self.line.look(None)
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -132,13 +110,13 @@ class Starter:
         self._has_newcomer = False
         if now < self._holding_until or now < self._next_look:
             if has_newcomer:
-                self._overtaking.look()
+                self.line.look(self._refused)
             return
         self._next_look = now + _LOOK_AGAIN_S
-        self._room.look()
+        self.line.look_for_room()
         ahead = Ahead(self._maker.prefill_s, self._scheduler.prefilling())
         self._refused, self._before = None, set()
-        is_full = not self._room.is_left(CHUNK_TOKENS)
+        is_full = self.line.room < CHUNK_TOKENS
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
                 attempt = _Attempt.NO_ROOM if is_full else self._start(ticket, ahead)
@@ -150,8 +128,8 @@ class Starter:
             self._before.add(request.rid)
             if not is_full:  # else nothing more starts: what the others need does not matter
                 ahead.add(request, ticket)
-                is_full = not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
-        self._overtaking.look()
+                is_full = self.line.room < ahead.tokens + CHUNK_TOKENS
+        self.line.look(self._refused)
         if self._refused is not None:
             self._be_patient(self._refused)
 
@@ -198,8 +176,8 @@ class Starter:
         """
         needed = ticket.lately_refused
         if needed is not None:
-            return self._room.has(needed, ahead.tokens)
-        return self._room.is_left(CHUNK_TOKENS + ahead.tokens)
+            return self.line.has_room(needed, ahead.tokens)
+        return self.line.room >= CHUNK_TOKENS + ahead.tokens
 
     def _awaits_another(
         self, ticket: Ticket, on_device: int, missing: Sequence[ChunkKey], ahead: Ahead
@@ -221,7 +199,7 @@ class Starter:
         count = CHUNK_TOKENS * len(keys)
         backlog_s = self._running.backlog_s
         # If it cannot be admitted now, the restores that run may be over by the time it can.
-        is_next = self._scheduler.looks_at_queue() and self._room.is_left(count + ahead.tokens)
+        is_next = self._scheduler.looks_at_queue() and self.line.room >= count + ahead.tokens
         behind_s = backlog_s if is_next else 0.0
         verdict = self._maker.decide(keys, len(match), behind_s - ahead.seconds)
         ticket.head = len(match) // CHUNK_TOKENS + verdict.head if verdict.head else 0
@@ -238,11 +216,11 @@ class Starter:
             return _Attempt.GO_ON
         if verdict.idle_s > self._most_idle_s:
             return _Attempt.TOO_EARLY
-        slots = self._room.take(match, count, ahead.tokens)
+        slots = self.line.take(match, count, ahead.tokens)
         # If only our share is full, those behind it must not hold what it lacks: they would be admitted before it.
-        is_share_full = slots is None and self._room.is_left(count + ahead.tokens)
+        is_share_full = slots is None and self.line.room >= count + ahead.tokens
         if is_share_full and self._waiting.give_back_pins(keep=self._before):
-            slots = self._room.take(match, count, ahead.tokens)
+            slots = self.line.take(match, count, ahead.tokens)
         if slots is None and verdict.is_try:  # nobody waits for room for that
             return self._begin_head(ticket, match, keys[: verdict.head], ahead)
         if slots is None:

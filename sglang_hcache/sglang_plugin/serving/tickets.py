@@ -228,7 +228,7 @@ class Ticket:
     refused: tuple[float, int] = (0.0, 0)
     """When its restore last found no room, and for how many tokens."""
     held_back_since: float | None = None
-    """When it was first not admitted for the sake of another one's restore (:class:`Overtaking`), ..."""
+    """When it was first not admitted for the sake of another one's restore (:class:`Line`), ..."""
     matched_at: float = 0.0
     """... and when it was last looked then what of it is on the device."""
     refused_since: float | None = None

@@ -12,7 +12,6 @@ from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 
 _LONG_ROUND_S = 1.0
 _MOST_LOOKED_UP = 16  # at once: matching a long prompt takes time between passes of others
-_MOST_LOOKED_AT = 64  # for room: seldom are so many admitted before the next look
 
 
 class Patience:
@@ -88,32 +87,18 @@ class Waiting:
 
         Without those passed over: nobody behind them has to wait, and what is restored for them would lie idle.
         """
-        left = sum(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
-        for request in self._scheduler.waiting() if left else ():
-            ticket = self._tickets.get(request.rid)
+        left = self.number_of(Phase.PENDING)
+        for request, ticket in self.queue() if left else ():
             left -= ticket is not None and ticket.phase is Phase.PENDING
             if not request.is_passed_over:
                 yield request, ticket
             if not left:
                 return
 
-    def first_ones(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:
-        """The first requests of SGLang's queue, in order, as far as anyone looks; without those passed over."""
-        for request in itertools.islice(self._scheduler.waiting(), _MOST_LOOKED_AT):
-            if not request.is_passed_over:
-                yield request, self._tickets.get(request.rid)
-
-    def before_first_running(self) -> tuple[Ticket | None, set[str]]:
-        """The first request of SGLang's queue whose restore runs, and those before it; None if there is none."""
-        before = set[str]()
-        if any(ticket.phase is Phase.RUNNING for ticket in self._tickets.values()):
-            for request in self._scheduler.waiting():
-                ticket = self._tickets.get(request.rid)
-                is_running = ticket is not None and ticket.phase is Phase.RUNNING
-                if is_running and not request.is_passed_over:
-                    return ticket, before
-                before.add(request.rid)
-        return None, set()
+    def queue(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:
+        """SGLang's queue, in order."""
+        for request in self._scheduler.waiting():
+            yield request, self._tickets.get(request.rid)
 
     def outdated(self, evictions: int) -> list[Ticket]:
         """The first few of SGLang's queue that :meth:`Ticket.is_outdated`. While the device evicts, all may be."""
@@ -125,7 +110,11 @@ class Waiting:
     @property
     def num_restoring(self) -> int:
         """Those that wait for their restore to start or to end."""
-        return sum(ticket.phase in (Phase.PENDING, Phase.RUNNING) for ticket in self._tickets.values())
+        return self.number_of(Phase.PENDING) + self.number_of(Phase.RUNNING)
+
+    def number_of(self, phase: Phase) -> int:
+        """Tickets in that phase."""
+        return sum(ticket.phase is phase for ticket in self._tickets.values())
 
     def phases(self) -> dict[str, int]:
         """Number of tickets in each phase. From any thread."""

@@ -222,14 +222,18 @@ def test_who_comes_first_in_the_queue_is_not_held_back() -> None:
     assert world.coordinator.may_be_admitted("long")
 
 
-def test_nobody_is_held_back_for_one_that_is_passed_over() -> None:
+@pytest.mark.parametrize("has_left", [False, True])
+def test_nobody_is_held_back_for_one_that_is_passed_over_or_has_left(has_left: bool) -> None:
     world = world_for(recompute_s=1e-3)
     start(world, "restored", tokens(1, 10))
     world.queue("long", tokens(5, 24))
     world.look_again()
     assert not world.coordinator.may_be_admitted("long")
-    world.scheduler.passed_over = {"restored"}
-    world.look_again()
+    if has_left:
+        world.coordinator.drop("restored")
+    else:
+        world.scheduler.passed_over = {"restored"}
+        world.look_again()
     assert world.coordinator.may_be_admitted("long")
 
 

@@ -26,7 +26,7 @@ from sglang_hcache.restore.pace import Pace
 from sglang_hcache.restore.pipeline import NUM_READERS
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
-from sglang_hcache.sglang_plugin.serving import line, restores, room, starting, tickets
+from sglang_hcache.sglang_plugin.serving import line, restores, starting, tickets
 from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
@@ -530,7 +530,7 @@ def test_restores_share_the_pool_with_the_rest(
     share: float, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So much of it is in flight or pinned at most, but one restore may always run alone. Here each needs 0.35."""
-    monkeypatch.setattr(room, "_MOST_HELD", share)
+    monkeypatch.setattr(line, "_MOST_HELD", share)
     world = World()
     for name in (1, 2):
         world.store(tokens(name, 14))
@@ -1012,6 +1012,19 @@ def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
     assert world.coordinator.may_be_admitted("later"), "it comes first in the scheduler's order"
 
 
+def test_who_comes_before_it_is_not_held_back(world: World) -> None:
+    """Not one that was passed over a moment ago, nor one that comes only now."""
+    waiting_for_room(world)
+    world.scheduler.passed_over = {"earlier"}
+    world.look_again()
+    assert world.coordinator.may_be_admitted("earlier")
+    world.queue("urgent", tokens(7, 1))
+    world.scheduler.line.insert(0, world.scheduler.line.pop())
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("urgent")
+    assert not world.coordinator.may_be_admitted("later")
+
+
 def test_who_waits_for_room_that_another_restore_holds_is_overtaken(world: World) -> None:
     """That one gives it back by itself."""
     half = CAPACITY // CHUNK_TOKENS // 2
@@ -1023,6 +1036,10 @@ def test_who_waits_for_room_that_another_restore_holds_is_overtaken(world: World
     world.queue("miss", tokens(3, 1))
     world.coordinator.tick()
     assert len(world.engine.jobs) == 1
+    assert world.coordinator.may_be_admitted("miss")
+    world.engine.end(RestoreState.DONE)
+    world.look_again()
+    assert world.coordinator.waiting.phases() == {"resolved": 1, "pending": 1, "running": 0, "pinned": 1}
     assert world.coordinator.may_be_admitted("miss")
 
 
@@ -1053,7 +1070,7 @@ def test_a_round_in_which_nobody_waits_asks_nobody_anything(
     """As nearly all are while requests decode."""
     monkeypatch.setattr(world.coordinator, "scheduler", None)
     monkeypatch.setattr(world.coordinator, "_tree", None)
-    monkeypatch.setattr(world.coordinator._starter, "_room", None)
+    monkeypatch.setattr(world.coordinator._starter, "line", None)
     monkeypatch.setattr(world.coordinator, "_maker", None)
     world.coordinator.tick()
 
