@@ -15,15 +15,7 @@ from array import array
 from sglang_hcache.capture.beginnings import Beginnings
 from sglang_hcache.capture.chunk_rows import PassRows
 from sglang_hcache.capture.copiers import Copiers
-from sglang_hcache.capture.events import (
-    DeviceReset,
-    Event,
-    RequestBegins,
-    RequestEnds,
-    RowsCaptured,
-    TiersCleared,
-    WeightsReplaced,
-)
+from sglang_hcache.capture.events import Event, RequestBegins, RequestEnds, RowsCaptured
 from sglang_hcache.capture.open_requests import OpenRequests
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -48,7 +40,6 @@ class Assembler:
 
     def __init__(self, ring: StagingRing, tiers: TieredStore, observer: Observer, copiers: Copiers) -> None:
         self._ring = ring
-        self._tiers = tiers
         self._observer = observer
         self._requests = OpenRequests(tiers, observer, copiers)
         self._may_trace = Throttle()
@@ -144,19 +135,13 @@ class Assembler:
                 if event.ready is not None:
                     event.ready.wait()
                 self._requests.add_pass(event.requests, self._taken(event))
-            case RequestEnds(rid=None):
-                self._requests.end_all()
-            case RequestEnds(rid=str() as rid):
-                self._requests.end(rid)
-            case DeviceReset():
-                self._tiers.demote_all()
-            case WeightsReplaced():
-                self._tiers.give_up_dirty()
-            case TiersCleared():
-                self.beginnings.clear()
-                # Of what earlier events have sealed since; only memory, as the first time.
-                self._tiers.clear()
-                event.is_done = True
+            case RequestEnds():
+                if event.rid is None:
+                    self._requests.end_all()
+                else:
+                    self._requests.end(event.rid)
+            case _:
+                event()
 
     def _taken(self, event: RowsCaptured) -> PassRows:
         tokens, span = array("q", event.tokens.tolist()), event.span

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -71,22 +71,5 @@ class RequestEnds:
     rid: str | None
 
 
-@dataclass(slots=True)
-class TiersCleared:
-    """Both tiers were emptied: what earlier events bring to them goes too, and what unfinished chunks keep."""
-
-    is_done: bool = False
-    """Set by the assembler; not if an error kept it from that."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceReset:
-    """The device dropped everything: what earlier events bring is written to disk, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsReplaced:
-    """Other weights are in use: what earlier events bring belongs to weights that are gone."""
-
-
-Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | TiersCleared | DeviceReset | WeightsReplaced
+Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | Callable[[], None]
+"""A function is called on the assembler's thread, when the tiers have what earlier events bring."""

@@ -168,7 +168,7 @@ class Bridge:
         if self.weights.namespace is None:
             self._owes_demotion = True  # unless others come: what the old ones left is not worth a write
         else:
-            self.saving.device_reset()
+            self.saving.then(self.tiers.demote_all)
 
     def weights_will_change(self) -> None:
         """The model's weights are about to be replaced or released: nothing may be projected or captured meanwhile.
@@ -209,9 +209,9 @@ class Bridge:
             Whether a restart cannot bring back what was on disk.
         """
         self.tiers.clear()  # here as well: misses at once, whatever the assembler is at
-        event = self.saving.tiers_cleared()
-        # In this order: what earlier events brought is being cleared by the time that this one is done.
-        return lambda: event.is_done and not self.tiers.is_clearing
+        is_done = self.saving.clear()
+        # In this order: what was computed before is being cleared by the time that this is done.
+        return lambda: is_done.is_set() and not self.tiers.is_clearing
 
     def close(self) -> None:
         """Write to disk what exists only in host memory, within the configured time, and stop. Idempotent."""
@@ -270,9 +270,10 @@ class Bridge:
             return self.weights.namespace
         namespace, are_others = self.weights.read()
         if are_others:
-            self.saving.weights_replaced()
+            # Also what passes before have brought, but is not in the tiers yet.
+            self.saving.then(self.tiers.give_up_dirty)
         elif self._owes_demotion:
-            self.saving.device_reset()
+            self.saving.then(self.tiers.demote_all)
         self._owes_demotion = False
         return namespace
 

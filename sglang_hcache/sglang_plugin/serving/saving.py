@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
@@ -12,14 +13,7 @@ import torch
 
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.copiers import Copiers, copiers_for
-from sglang_hcache.capture.events import (
-    DeviceReset,
-    RequestBegins,
-    RequestEnds,
-    RequestRows,
-    TiersCleared,
-    WeightsReplaced,
-)
+from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.core.keys import ChunkKey, Namespace
@@ -185,19 +179,26 @@ class Saving:
         if self._prefill_times is not None:
             self._prefill_times.look()
 
-    def weights_replaced(self) -> None:
-        """What is computed from now on is of other weights."""
-        self._assembler.publish(WeightsReplaced())
+    def then(self, work: Callable[[], None]) -> None:
+        """Have another thread call ``work`` when the tiers have what was computed before."""
+        self._assembler.publish(work)
 
-    def device_reset(self) -> None:
-        """Write to disk all that was computed before and exists only in host memory."""
-        self._assembler.publish(DeviceReset())
+    def clear(self) -> threading.Event:
+        """Empty the tiers of what was computed before.
 
-    def tiers_cleared(self) -> TiersCleared:
-        """What was computed before is cleared with the tiers; the event knows whether that is done."""
-        event = TiersCleared()
-        self._assembler.publish(event)
-        return event
+        Returns:
+            Set when that is done; not if an error kept it from that.
+        """
+        is_done = threading.Event()
+
+        def clear() -> None:
+            self._assembler.beginnings.clear()
+            self._tiers.clear()
+            is_done.set()
+
+        # In one call: of several, an error in one would not keep the next from being made.
+        self.then(clear)
+        return is_done
 
     @property
     def is_busy(self) -> bool:

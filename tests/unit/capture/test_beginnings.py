@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Iterator
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hcache.capture.events import RowsCaptured, TiersCleared
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from tests.unit.capture.test_assembler import NAMESPACE, SavePath
@@ -228,29 +223,13 @@ def test_rows_that_are_held_are_nobody_elses_room() -> None:
     path.finish()
 
 
-def test_cleared_tiers_keep_nothing(path: SavePath) -> None:
+def test_what_is_forgotten_frees_its_slots(path: SavePath) -> None:
     run(path, "a", [1] * 100)
-    path.tiers.clear()
-    path.assembler.publish(TiersCleared())
+    path.assembler.publish(path.assembler.beginnings.clear)
     path.settle()
     assert not covers(path, [1] * 100)
     assert not covers(path, [1] * 10)
-    assert path.tiers.host.counts() == (64, 0, 0)
-
-
-def test_rows_that_were_on_their_way_are_cleared_with_the_rest(path: SavePath) -> None:
-    arrived = threading.Event()
-    slow: Any = SimpleNamespace(wait=arrived.wait)
-    path.assembler.publish(RowsCaptured((), torch.zeros(0), None, slow))
-    ask(path, "a", [1] * 100)
-    path.tiers.clear()
-    path.assembler.publish(TiersCleared())
-    ask(path, "b", [2] * 100)
-    arrived.set()
-    path.settle()
-    assert path.sealed([1] * 100) == [False]
-    assert path.sealed([2] * 100) == [True]
-    assert not covers(path, [1] * 10)
+    assert path.tiers.host.counts() == (63, 1, 0)
 
 
 def test_a_failed_event_leaves_no_beginning(path: SavePath, monkeypatch: pytest.MonkeyPatch) -> None:

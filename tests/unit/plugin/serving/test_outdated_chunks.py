@@ -49,6 +49,18 @@ def served(tmp_path: Path) -> Iterator[ServedFromDisk]:
     made.bridge.close()
 
 
+def save_later(served: ServedFromDisk) -> threading.Event:
+    """A pass of weights "a" whose chunks the assembler seals once the event is set."""
+    goes_on = threading.Event()
+
+    def save() -> None:
+        goes_on.wait(10)
+        served.save(weights="a")
+
+    served.bridge.saving.then(save)
+    return goes_on
+
+
 @pytest.mark.parametrize("is_flushed", [True, False])
 def test_nothing_of_old_weights_is_written(served: ServedFromDisk, is_flushed: bool) -> None:
     old = served.save(weights="a") + served.save(weights="a", tenant="somebody")
@@ -69,11 +81,11 @@ def test_nothing_of_old_weights_is_written(served: ServedFromDisk, is_flushed: b
 
 def test_what_comes_of_passes_before_the_update_is_old_too(served: ServedFromDisk) -> None:
     """The assembler seals it later."""
+    goes_on = save_later(served)
     served.update("b")
     served.bridge.device_reset()
-    seal = served.bridge.tiers.give_up_dirty
-    served.bridge.tiers.give_up_dirty = lambda: (served.save(weights="a"), seal())  # type: ignore[method-assign, assignment]
     served.serve()
+    goes_on.set()
     assert served.written() == 0
     assert served.bridge.tiers.host.counts() == (6, 2, 0)
 
@@ -118,9 +130,7 @@ def test_a_reset_writes_everything(served: ServedFromDisk) -> None:
 
 def test_a_reset_writes_what_is_sealed_after_it(served: ServedFromDisk) -> None:
     """Of passes before it, which the assembler is still at."""
-    goes_on = threading.Event()
-    served.bridge.tiers.give_up_dirty = lambda: (goes_on.wait(10), served.save(weights="a"))  # type: ignore[method-assign, assignment]
-    served.bridge.saving.weights_replaced()
+    goes_on = save_later(served)
     served.bridge.device_reset()
     wait_for(lambda: not served.bridge.tiers.is_saving, "the demoter")
     goes_on.set()

@@ -16,6 +16,8 @@ import torch
 
 from sglang_hcache.capture.events import RequestRows, RowsCaptured
 from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.keys import chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.testing.stored_chunks import small_config
@@ -67,13 +69,13 @@ def test_requests_begin_anew_after_an_error_where_chunks_are_made(monkeypatch: p
     assert bridge.counters["host.chunks_sealed"] == 1
 
 
-def run_pass(bridge: Any, rid: str) -> None:
-    """One over a whole chunk."""
-    assert bridge.saving.begin_pass([rid], TOKENS, TOKENS)
+def run_pass(bridge: Any, rid: str, tokens: torch.Tensor = TOKENS) -> None:
+    """One from the beginning on, over a whole chunk unless others are named."""
+    assert bridge.saving.begin_pass([rid], tokens, tokens)
     hook: Callable[[int, torch.Tensor], None] = bridge.saving._on_layer
     for layer in range(LAYOUT.num_layers):
-        hook(layer, torch.zeros(len(TOKENS), 1))
-    bridge.saving.end_pass([RequestRows(rid, 0, 0, len(TOKENS))], is_typical=True, is_replayed=False)
+        hook(layer, torch.zeros(len(tokens), 1))
+    bridge.saving.end_pass([RequestRows(rid, 0, 0, len(tokens))], is_typical=True, is_replayed=False)
 
 
 def test_decoded_rows_that_wait_make_room_for_the_next_piece_of_a_prompt(
@@ -181,6 +183,28 @@ def test_a_clear_is_durable_when_what_was_on_its_way_is_gone_too(tmp_path: Path)
     assert not is_durable(), "what was computed before may be sealed and written still"
     goes_on.set()
     wait_until(is_durable)
+    bridge.close()
+
+
+def test_what_was_on_its_way_is_cleared_with_the_rest() -> None:
+    """Whole chunks and the beginning of the next one; what comes later stays."""
+    bridge: Any = Served(rows=256).bridge
+    goes_on = threading.Event()
+    hangs: Any = SimpleNamespace(wait=partial(goes_on.wait, 60))
+    root, one, two = bridge.weights.namespace.root_key(), array("q", [1] * 100), array("q", [2] * 100)
+    bridge.saving._assembler.publish(RowsCaptured((), torch.zeros(0, dtype=torch.int64), None, hangs))
+    for rid, tokens in (("a", one), ("b", two)):
+        bridge.begin_capture(rid, None, array("q"))
+        run_pass(bridge, rid, torch.tensor(tokens))
+        bridge.saving.end(rid)
+        if rid == "a":
+            bridge.clear()
+    goes_on.set()
+    wait_until(lambda: not bridge.saving.is_busy)
+    for tokens, is_saved in ((one, False), (two, True)):
+        (key,) = chunk_keys(root, tokens)
+        assert (key in bridge.tiers) == is_saved
+        assert bridge.saving.covers(key, tokens[CHUNK_TOKENS:]) == is_saved
     bridge.close()
 
 
