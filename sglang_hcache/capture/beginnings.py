@@ -147,18 +147,16 @@ class Beginnings:
         with self._lock:
             while self._unfinished:
                 chunk = next(iter(self._unfinished))
-                if chunk is self._held or chunk.last_use >= self._host.gone_use:
+                if chunk.last_use >= self._host.gone_use:
                     return
                 self._forget(chunk)
 
-    def give_one_back(self) -> bool:
-        """Free the slot of one unfinished chunk, but not of one whose rows are held; False: there is none."""
+    def give_one_back(self) -> None:
+        """Free the slot of one unfinished chunk, if there is one, but not of one whose rows are held."""
         with self._lock:
             chunk = next((chunk for chunk in self._unfinished if chunk is not self._held), None)
-            if chunk is None:
-                return False
-            self._forget(chunk)
-            return True
+            if chunk is not None:
+                self._forget(chunk)
 
     def clear(self) -> None:
         """Forget all, and free the slots of unfinished chunks. Chunks in making go on."""

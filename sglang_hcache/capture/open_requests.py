@@ -219,12 +219,12 @@ class OpenRequests:
 
     def _reserve(self, request: _OpenRequest) -> int | None:
         """A slot to fill, if need be that of an unfinished chunk; behind the chunk before it where that can be."""
-        host = self._tiers.host
-        behind = host.slot_of(request.chunk.parent)
-        slot = host.reserve(behind)
-        if slot is None and self.beginnings.give_one_back():
-            slot = host.reserve(behind)
-        return self._tiers.reserve(behind) if slot is None else slot  # which may wait for the disk
+        behind = self._tiers.host.slot_of(request.chunk.parent)
+        slot = self._tiers.host.reserve(behind)
+        if slot is None:
+            self.beginnings.give_one_back()
+            slot = self._tiers.reserve(behind)  # which may wait for the disk
+        return slot
 
     def _seal(self, request: _OpenRequest) -> None:
         chunk = request.chunk

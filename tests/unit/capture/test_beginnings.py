@@ -218,8 +218,10 @@ def test_rows_that_are_held_are_nobody_elses_room() -> None:
     beginnings = path.assembler.beginnings
     with beginnings.rows_of(ROOT, array("q", [1] * 9)) as source:
         assert source is not None
-        assert not beginnings.give_one_back()
-    assert beginnings.give_one_back()
+        beginnings.give_one_back()
+        assert covers(path, [1] * 10)
+    beginnings.give_one_back()
+    assert not covers(path, [1] * 10)
     path.finish()
 
 
