@@ -197,6 +197,15 @@ def test_a_gap_in_the_positions_ends_the_request(path: SavePath) -> None:
     assert path.sealed([1] * 128) == [False, False]
 
 
+def test_rows_behind_a_gap_do_not_fill_the_chunk_before_it(path: SavePath) -> None:
+    path.begin("a", [])
+    path.forward([("a", 0, [1] * 40)])
+    path.forward([("a", 41, [1] * 87)])
+    path.forward([("a", 40, [2] * 24)])
+    path.finish()
+    assert path.sealed([1] * 40 + [2] * 24) == [False]
+
+
 def test_a_full_staging_ring_drops_rows_counts_them_and_goes_on() -> None:
     path = SavePath(rows=100)
     tokens = list(range(256))

@@ -201,6 +201,16 @@ def test_room_for_a_copy_is_not_made_of_what_is_copied() -> None:
     path.finish()
 
 
+def test_a_chunk_that_leaves_before_its_rows_are_copied_is_gone(
+    path: SavePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others evict beside the assembler, and have everything forgotten."""
+    run(path, "a", [1] * 64)
+    monkeypatch.setattr(path.tiers.host, "pin", lambda _key: None)
+    with path.assembler.beginnings.rows_of(ROOT, array("q", [1] * 50)) as source:
+        assert source is None
+
+
 def test_the_only_unfinished_chunk_may_become_its_own_copy() -> None:
     path = SavePath(slots=8)
     run(path, "a", [1] * 10)

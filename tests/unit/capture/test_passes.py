@@ -132,6 +132,14 @@ def test_which_rows_can_wait(rows: list[tuple[int, int]], is_prefill: bool, can_
     assert [event.can_wait for event in published] == [can_wait]
 
 
+def test_a_recorded_pass_that_stores_only_k_and_v_needs_no_hidden_states() -> None:
+    server = PrefillingServer(DelayedStreams(), loses=False)
+    capture = server.capture((Method.KV,) * 2, lambda *_: None)
+    capture.begin(torch.zeros(2, dtype=torch.int64), torch.arange(2))
+    capture.end([RequestRows("a", 0, 0, 2)], is_replayed=True)
+    assert server.counters["capture.rows"] == 2
+
+
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "before they are written": lambda patch: patch.setattr(
         passes, "bisect_left", lambda layers, before: sum(layer <= before for layer in layers)

@@ -97,6 +97,14 @@ def test_large_spans_leave_gaps_for_whole_passes() -> None:
     assert ring.reserve(12) is not None, "... but takes what there is"
 
 
+def test_a_whole_pass_takes_the_only_gap_wherever_it_is() -> None:
+    ring = StagingRing(
+        torch.zeros(ROWS * sum(LAYOUT.row_bytes), dtype=torch.uint8), LAYOUT, torch.float32, pass_rows=10
+    )
+    short, decoded, whole = (ring.reserve(count) for count in (6, 1, 10))
+    assert [span and span.first for span in (short, decoded, whole)] == [0, 19, 6]
+
+
 def test_a_span_has_rows_of_its_own_for_every_layer() -> None:
     ring = empty_ring()
     spans = [span for count in (3, 1, 7) if (span := ring.reserve(count)) is not None]
