@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -65,11 +65,6 @@ class ChunkRows:
         self._chunks = _chunk_groups(host)
         self._row_bytes = sum(host.layout.row_bytes)
 
-    @property
-    def shares_work(self) -> bool:
-        """Whether several threads copy."""
-        return self._copiers.count > 1
-
     def close(self) -> None:
         """The threads beside the caller end."""
         self._copiers.close()
@@ -84,15 +79,9 @@ class ChunkRows:
         for chunks in self._chunks:
             chunks[slot, :, :count] = chunks[source, :, :count]
 
-    def copy_whole(self, taken: PassRows, first: int, slots: Sequence[int]) -> None:
-        """Rows from ``first`` on, 64 for each of ``slots``."""
-        begins = range(first, first + len(slots) * CHUNK_TOKENS, CHUNK_TOKENS)
-        self._copiers.carry_out(
-            [
-                partial(self.copy, taken, slot, begin, 0, CHUNK_TOKENS)
-                for slot, begin in zip(slots, begins, strict=True)
-            ]
-        )
+    def carry_out(self, copies: Sequence[Callable[[], None]]) -> None:
+        """Calls of :meth:`copy`, in any order. At the end none is under way, also after an error, which is raised."""
+        self._copiers.carry_out(copies)
 
     def copy_singles(self, taken: PassRows, singles: SingleRows) -> None:
         """All of ``singles`` by few calls: after each, the interpreter is to be got back from the forward pass."""

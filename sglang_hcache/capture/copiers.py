@@ -42,7 +42,8 @@ class Copiers:
         finally:
             left.clear()
             begun = [other for other in others if not other.cancel()]
-            wait(begun)
+            if begun:
+                wait(begun)
         for other in begun:
             other.result()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sglang_hcache.capture.beginnings import Beginnings, ChunkInMaking
 from sglang_hcache.capture.chunk_rows import ChunkRows, PassRows, SingleRows
@@ -62,6 +63,10 @@ class OpenRequests:
         self._may_warn = Throttle()
         self.beginnings = Beginnings(tiers.host)
         self._open: dict[str, _OpenRequest] = {}
+        self._copies: list[Callable[[], None]] = []
+        """Of one request's whole chunks, for several threads."""
+        self._to_seal: deque[tuple[int, ChunkInfo]] = deque()
+        """Slots that get all of their rows by those."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -125,6 +130,7 @@ class OpenRequests:
         self._rows.copy_singles(taken, singles)
         for request in whole:
             self._seal(request)
+            self._finish()  # the next one may end the same chunk
 
     def _add_single(self, request: _OpenRequest, row: int, taken: PassRows, singles: SingleRows) -> bool:
         """One row, as each pass brings of a request that decodes; copied with those of others.
@@ -142,56 +148,31 @@ class OpenRequests:
 
     def _add_rows(self, request: _OpenRequest, rows: RequestRows, taken: PassRows) -> None:
         done = 0
-        copied: deque[int] = deque()
-        try:
-            while done < rows.count:
-                filled = len(request.chunk.tokens)
-                count = min(CHUNK_TOKENS - filled, rows.count - done)
-                first = rows.row + done
-                if not copied and not filled and request.complete:
-                    copied = self._copied_together(request, taken, first, (rows.count - done) // CHUNK_TOKENS)
-                request.chunk.tokens.extend(taken.tokens[first : first + count])
-                if copied:
-                    request.chunk.slot = copied.popleft()
-                elif self._is_worth_copying(request):
-                    slot = self._slot_for(request, taken, first, filled, count)
-                    if slot is not None:
-                        self._rows.copy(taken, slot, first, filled, count)
-                if len(request.chunk.tokens) == CHUNK_TOKENS:
-                    self._seal(request)
-                done += count
-        finally:
-            self._give_back(copied)  # none, but after an error
+        while done < rows.count:
+            filled = len(request.chunk.tokens)
+            count = min(CHUNK_TOKENS - filled, rows.count - done)
+            first = rows.row + done
+            request.chunk.tokens.extend(taken.tokens[first : first + count])
+            if self._is_worth_copying(request):
+                slot = self._slot_for(request, taken, first, filled, count)
+                if slot is not None and count == CHUNK_TOKENS:
+                    self._copies.append(partial(self._rows.copy, taken, slot, first, filled, count))
+                elif slot is not None:
+                    self._rows.copy(taken, slot, first, filled, count)
+            if len(request.chunk.tokens) == CHUNK_TOKENS:
+                self._seal(request)
+            # 0: a chunk that was begun earlier is whole. If another request was faster, its slot is free again.
+            if len(self._copies) in (0, _COPIED_TOGETHER):
+                self._finish()
+            done += count
+        self._finish()
 
-    def _copied_together(self, request: _OpenRequest, taken: PassRows, first: int, most: int) -> deque[int]:
-        """Slots with the rows of the request's next whole chunks, at most ``most``, which begin at row ``first``.
-
-        None from one on that is in host memory already, lacks rows, or for which a slot is not simply there.
-        """
-        slots: deque[int] = deque()
-        if most < 2 or not self._rows.shares_work:
-            return slots
-        key = request.chunk.parent
-        slot = self._tiers.host.slot_of(key)
-        try:
-            for begin in range(first, first + min(most, _COPIED_TOGETHER) * CHUNK_TOKENS, CHUNK_TOKENS):
-                end = begin + CHUNK_TOKENS
-                key = next_key(key, token_bytes(taken.tokens[begin:end]))
-                if end > taken.count or key in self._tiers.host:
-                    break
-                slot = self._tiers.host.reserve(slot)
-                if slot is None:
-                    break
-                slots.append(slot)
-            self._rows.copy_whole(taken, first, slots)
-        except BaseException:
-            self._give_back(slots)
-            raise
-        return slots
-
-    def _give_back(self, slots: deque[int]) -> None:
-        while slots:
-            self._tiers.host.release(slots.popleft())
+    def _finish(self) -> None:
+        """Make the copies, and seal what is whole then."""
+        copies, self._copies = self._copies, []
+        self._rows.carry_out(copies)
+        while self._to_seal:
+            self._tiers.seal(*self._to_seal.popleft())
 
     def _is_worth_copying(self, request: _OpenRequest) -> bool:
         """False once rows are missing, or if the whole chunk just arrived and is in host memory already.
@@ -219,8 +200,11 @@ class OpenRequests:
 
     def _reserve(self, request: _OpenRequest) -> int | None:
         """A slot to fill, if need be that of an unfinished chunk; behind the chunk before it where that can be."""
-        behind = self._tiers.host.slot_of(request.chunk.parent)
+        behind = self._to_seal[-1][0] if self._to_seal else self._tiers.host.slot_of(request.chunk.parent)
         slot = self._tiers.host.reserve(behind)
+        if slot is None and self._to_seal:
+            self._finish()  # then one of those may go
+            slot = self._tiers.host.reserve(behind)
         if slot is None:
             self.beginnings.give_one_back()
             slot = self._tiers.reserve(behind)  # which may wait for the disk
@@ -229,9 +213,9 @@ class OpenRequests:
     def _seal(self, request: _OpenRequest) -> None:
         chunk = request.chunk
         key = next_key(chunk.parent, token_bytes(chunk.tokens))
-        slot, chunk.slot = chunk.slot, None  # first: after an error nobody may give back what the tier owns
-        if slot is not None:
-            self._tiers.seal(slot, ChunkInfo(key, chunk.parent, len(request.keys), request.namespace_id))
+        if chunk.slot is not None:
+            info = ChunkInfo(key, chunk.parent, len(request.keys), request.namespace_id)
+            self._to_seal.append((chunk.slot, info))
         elif key not in self._tiers:
             if request.has_gap:
                 self._observer.count("capture.chunks_dropped_behind_another")
@@ -276,3 +260,6 @@ class OpenRequests:
         for request in self._open.values():
             self.beginnings.drop(request.chunk)
         self._open.clear()
+        self._copies.clear()
+        while self._to_seal:
+            self._tiers.host.release(self._to_seal.popleft()[0])

@@ -158,6 +158,18 @@ def test_a_chunk_goes_behind_the_one_before_it_where_that_slot_is_free(path: Sav
         assert [path.tiers.host.slot_of(key) for key in keys] == slots
 
 
+def test_chunks_of_one_pass_follow_each_other(path: SavePath) -> None:
+    host, tokens = path.tiers.host, list(range(3 * CHUNK_TOKENS))
+    for slot in [host.reserve(), host.reserve()]:
+        assert slot is not None
+        host.release(slot)
+    path.begin("a", [])
+    path.forward([("a", 0, tokens)])
+    path.finish()
+    keys = chunk_keys(NAMESPACE.root_key(), tokens)
+    assert [host.slot_of(key) for key in keys] == [1, 2, 3]
+
+
 def test_a_request_that_starts_on_a_cached_prefix(path: SavePath) -> None:
     tokens = list(range(200))
     path.begin("a", tokens[:128])
@@ -251,6 +263,20 @@ def test_the_chain_of_keys_survives_dropped_rows() -> None:
     assert path.sealed(tokens[:192]) == [True, True, True]
 
 
+def test_a_dropped_chunk_that_another_request_ends_in_the_same_pass_leaves_no_gap() -> None:
+    path = SavePath(rows=64)
+    for rid in "ab":
+        path.begin(rid, [])
+    path.forward([("a", 0, [1] * 63), ("b", 0, [1] * 63)])
+    path.settle()
+    path.forward([("a", 63, [1]), ("b", 63, [1])])
+    path.settle()
+    path.forward([("b", 64, [2] * 64)])
+    path.finish()
+    assert path.counters["capture.chunks_dropped_staging_full"] == 1
+    assert path.sealed([1] * 64 + [2] * 64) == [True, True]
+
+
 def test_a_full_host_tier_drops_chunks_counts_them_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     path = SavePath(slots=1)
     path.begin("a", [])
@@ -314,14 +340,28 @@ def test_chunks_that_are_stored_already_are_not_copied_again(path: SavePath) -> 
     assert path.tiers.host.counts() == (63, 1, 0)
 
 
+def test_the_slot_of_a_chunk_that_another_request_ended_first_is_the_next_ones() -> None:
+    path = SavePath(slots=3)
+    tokens = [1] * 192
+    for rid in "ab":
+        path.begin(rid, [])
+    path.forward([("a", 0, tokens[:10])])
+    path.forward([("b", 0, tokens[:64])])
+    path.forward([("a", 10, tokens[10:])])
+    path.finish()
+    assert path.sealed(tokens) == [True] * 3
+    assert path.counters["host.duplicate_chunks"] == 1
+    assert path.counters["host.chunks_evicted"] == 0
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_interleaving_of_requests_and_piece_sizes(seed: int) -> None:
     random = Random(seed)
-    path = SavePath(rows=1024)  # more than all have together
+    path = SavePath(rows=2048)  # more than all have together
     names = ["a", "b", "c"]
-    numbers = iter(random.sample(range(10_000), 600))
-    tokens = {name: list(islice(numbers, random.randint(1, 200))) for name in names}
+    numbers = iter(random.sample(range(10_000), 900))
+    tokens = {name: list(islice(numbers, random.randint(1, 300))) for name in names}
     done = dict.fromkeys(names, 0)
     for name in names:
         path.begin(name, [])
@@ -329,7 +369,7 @@ def test_any_interleaving_of_requests_and_piece_sizes(seed: int) -> None:
         parts = []
         random.shuffle(names)
         for name in names:
-            count = min(random.randint(0, 90), len(tokens[name]) - done[name])
+            count = min(random.randint(0, 300), len(tokens[name]) - done[name])
             if count:
                 parts.append((name, done[name], tokens[name][done[name] : done[name] + count]))
                 done[name] += count
