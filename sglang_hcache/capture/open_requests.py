@@ -26,6 +26,9 @@ _COPIED_TOGETHER = 8
 """Whole chunks, at most, that several threads copy before the first of them is sealed: to hand them work takes a tenth
 of a millisecond, and more where the interpreter is busy."""
 
+_SHARE_SEALED = 1 / 8
+"""When so much of host memory was filled, it is told again what running requests use."""
+
 
 @dataclass(slots=True)
 class _OpenRequest:
@@ -67,6 +70,8 @@ class OpenRequests:
         """Of one request's whole chunks, for several threads."""
         self._to_seal: deque[tuple[int, ChunkInfo]] = deque()
         """Slots that get all of their rows by those."""
+        self._num_sealed = 0
+        """Since :meth:`_keep_heads`."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -131,6 +136,16 @@ class OpenRequests:
         for request in whole:
             self._seal(request)
             self._finish()  # the next one may end the same chunk
+        if self._num_sealed > _SHARE_SEALED * self._tiers.host.num_slots:
+            self._keep_heads()
+
+    def _keep_heads(self) -> None:
+        """Of requests that run for long: with a tail that is new, their head would be evicted first, and the tail be of
+        no use.
+        """
+        self._num_sealed = 0
+        for request in self._open.values():
+            self._tiers.host.touch(request.keys, is_reuse=False)
 
     def _add_single(self, request: _OpenRequest, row: int, taken: PassRows, singles: SingleRows) -> bool:
         """One row, as each pass brings of a request that decodes; copied with those of others.
@@ -171,6 +186,7 @@ class OpenRequests:
         """Make the copies, and seal what is whole then."""
         copies, self._copies = self._copies, []
         self._rows.carry_out(copies)
+        self._num_sealed += len(self._to_seal)
         while self._to_seal:
             self._tiers.seal(*self._to_seal.popleft())
 
@@ -248,7 +264,7 @@ class OpenRequests:
         request = self._open.pop(rid, None)
         if request is not None:
             self.beginnings.take_over(request.chunk)
-            self._tiers.host.touch(request.keys, is_over=True)
+            self._tiers.host.touch(request.keys, is_reuse=False)
 
     def end_all(self) -> None:
         """No more rows of any of them come."""

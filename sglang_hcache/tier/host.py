@@ -174,17 +174,17 @@ class HostTier(SlotMemory):
         with self._lock:
             return key in self._entries
 
-    def touch(self, keys: Sequence[ChunkKey], *, is_over: bool = False) -> None:
-        """A request begins with the chunks ``keys``: those that are here are used again.
+    def touch(self, keys: Sequence[ChunkKey], *, is_reuse: bool = True) -> None:
+        """A request has the chunks ``keys``: those that are here are used now, and their tail goes before their head.
 
         Args:
-            is_over: the request has ended. That is no further use, but lets their tail go before their head.
+            is_reuse: it begins with them; False: it made them, or has begun with them before.
         """
         with self._lock:
             for key in reversed(keys):
                 entry = self._entries.get(key)
                 if entry is not None:
-                    entry.is_reused |= not is_over
+                    entry.is_reused |= is_reuse
                     self._touch(key)
 
     def is_reused(self, key: ChunkKey) -> bool:

@@ -404,3 +404,30 @@ def test_k_and_v_are_stored_side_by_side() -> None:
     capture.end([RequestRows("a", 0, 0, len(tokens))], is_replayed=False)
     path.finish()
     assert path.sealed(tokens) == [True]
+
+
+def test_of_a_request_that_runs_for_long_the_head_stays_longest() -> None:
+    """Others come and go meanwhile, and no more run at a time than a third of host memory holds."""
+    path = SavePath(slots=24)
+    prompt = [position % 251 for position in range(6 * CHUNK_TOKENS)]
+    path.begin("long", [])
+    path.forward([("long", 0, prompt[: 4 * CHUNK_TOKENS])])
+    for number in range(64):
+        path.begin("short", [])
+        piece = 4 * CHUNK_TOKENS + 2 * number
+        path.forward([("short", 0, [number] * CHUNK_TOKENS), ("long", piece, prompt[piece : piece + 2])])
+        path.settle()
+    assert path.sealed(prompt) == [True] * 6
+    path.finish()
+
+
+def test_of_a_prompt_larger_than_host_memory_the_head_stays() -> None:
+    path = SavePath(slots=8)
+    prompt = [position % 251 for position in range(12 * CHUNK_TOKENS)]
+    path.begin("a", [])
+    for piece in range(0, len(prompt), 2 * CHUNK_TOKENS):
+        path.forward([("a", piece, prompt[piece : piece + 2 * CHUNK_TOKENS])])
+        path.settle()
+    found = path.sealed(prompt)
+    assert found[:6] == [True] * 6, found
+    path.finish()

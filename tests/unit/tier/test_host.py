@@ -137,7 +137,7 @@ def full(slots: int) -> HostTier:
     tier = host(slots)
     for name in range(slots):
         assert put(tier, name, name - 1 if name else None) == name
-    tier.touch([info(name).key for name in range(slots)], is_over=True)
+    tier.touch([info(name).key for name in range(slots)], is_reuse=False)
     return tier
 
 

@@ -125,7 +125,7 @@ class HostModel(RuleBasedStateMachine):
 
     @rule(names=PREFIXES)
     def settle(self, names: list[int]) -> None:
-        self.tier.touch([key(name) for name in names], is_over=True)
+        self.tier.touch([key(name) for name in names], is_reuse=False)
         self.use_all(names)
 
     def use_all(self, names: list[int]) -> None:
