@@ -136,7 +136,9 @@ class OpenRequests:
         for request in whole:
             self._seal(request)
             self._finish()  # the next one may end the same chunk
-        if self._num_sealed > _SHARE_SEALED * self._tiers.host.num_slots:
+        # With a disk the heads are there, and are written first.
+        host = self._tiers.host
+        if not host.keep_dirty and self._num_sealed > _SHARE_SEALED * host.num_slots:
             self._keep_heads()
 
     def _keep_heads(self) -> None:
@@ -144,8 +146,9 @@ class OpenRequests:
         no use.
         """
         self._num_sealed = 0
-        for request in self._open.values():
-            self._tiers.host.touch(request.keys, is_reuse=False)
+        # Many may share a beginning. Of two chunks of one prefix the head is named first.
+        keys = dict.fromkeys(key for request in self._open.values() for key in request.keys)
+        self._tiers.host.touch(list(keys), is_reuse=False)
 
     def _add_single(self, request: _OpenRequest, row: int, taken: PassRows, singles: SingleRows) -> bool:
         """One row, as each pass brings of a request that decodes; copied with those of others.

@@ -120,10 +120,12 @@ class Line:
 
     def has_room(self, count: int, ahead: int) -> bool:
         """Whether ``count`` slots may be taken, with ``ahead`` left for requests that come first in the queue."""
+        return not self.lacking_share(count) and self.room >= count + ahead
+
+    def lacking_share(self, count: int) -> float:
+        """So many of the tokens that we hold keep ``count`` slots from being within our share; 0: none do."""
         held = self.held_tokens
-        if held and held + count > _MOST_HELD * self._tree.capacity():
-            return False
-        return self.room >= count + ahead
+        return max(0.0, min(held, held + count - _MOST_HELD * self._tree.capacity()))
 
     def take(self, match: DeviceMatch, count: int, ahead: int) -> torch.Tensor | None:
         """``count`` slots behind ``match``, which is locked then; None if there is no room."""

@@ -89,6 +89,8 @@ class RestoreCoordinator:
             device, observer, maker, outcomes, engine, running, self.waiting, _PIN_LIMIT_S / 2
         )
         self._stalled = 0
+        self._looks = False
+        """Whether SGLang looked at its queue the last time."""
         self._may_tell = Throttle()
 
     # -- called by the scheduler -----------------------------------------------------------------
@@ -229,27 +231,30 @@ class RestoreCoordinator:
         self._maker.give_up_late(self.running)
         self.reap()
         self._relieve()
-        self.scheduler.order_queue()
-        # Before SGLang asks: whose restore starts only then has lost its place to those behind it.
-        self._look_up_outdated()
-        seen = self._tree.evictions
-        self._starter.start_pending()
+        self._start_pending()
         self._maker.advance(self.running)
-        # A restore that starts may evict what others have; one rank looks for that when SGLang asks.
-        if self._ranks.size > 1 and self._tree.evictions != seen:
-            self._look_up_outdated()
-
-    def _look_up_outdated(self) -> None:
-        """Not while nobody is admitted: evictions go on, and a request has few attempts."""
-        if self.scheduler.looks_at_queue():
-            self._starter.look_up(*self.waiting.outdated(self._tree.evictions))
-
-    # -- finishing -------------------------------------------------------------------------------
 
     def go_on(self) -> None:
         """Settle, and start what waited for that: else those behind it would be admitted before it."""
         self.reap()
+        self._start_pending()
+
+    def _start_pending(self) -> None:
+        """Start restores, also for whose prefix was evicted: when SGLang asks it is too late, and those behind it get
+        its place. Not while nobody is admitted: evictions go on, and a request has few attempts.
+        """
+        looked, self._looks = self._looks, self.scheduler.looks_at_queue()
+        evictions, are_several = self._tree.evictions, self._ranks.size > 1
+        # One rank looks up when SGLang asks as well, so it need not in each round.
+        if self._looks and (are_several or not looked or self._starter.is_due):
+            self._starter.look_up(*self.waiting.outdated(evictions))
         self._starter.start_pending()
+        # What started may have evicted what others have, and what did not may let SGLang look after all.
+        is_new = self._tree.evictions != evictions or not self._looks
+        if are_several and is_new and self.scheduler.looks_at_queue():
+            self._starter.look_up(*self.waiting.outdated(self._tree.evictions))
+
+    # -- finishing -------------------------------------------------------------------------------
 
     def reap(self) -> None:
         """Settle the jobs that are over, or certain: into the tree, or back to the free slots."""

@@ -85,6 +85,11 @@ class Starter:
         self._refused = None
         self.line.look(None)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether restores may start in this round."""
+        return self._now() >= max(self._holding_until, self._next_look)
+
     # -- deciding --------------------------------------------------------------------------------
 
     def look_up(self, *tickets: Ticket) -> None:
@@ -106,13 +111,14 @@ class Starter:
 
         The ones behind it must not take the room that it waits for. None may take what requests before it need.
         """
-        now, has_newcomer = self._now(), self._has_newcomer
-        self._has_newcomer = False
-        if now < self._holding_until or now < self._next_look:
+        has_newcomer, self._has_newcomer = self._has_newcomer, False
+        if not self.is_due:
             if has_newcomer:
                 self.line.look(self._refused)
             return
-        self._next_look = now + _LOOK_AGAIN_S
+        self._next_look = self._now() + _LOOK_AGAIN_S
+        if self._waiting.number_of(Phase.PENDING):
+            self._scheduler.order_queue()
         self.line.look_for_room()
         ahead = Ahead(self._maker.prefill_s, self._scheduler.prefilling())
         self._refused, self._before = None, set()
@@ -175,9 +181,25 @@ class Starter:
         If only our share is full, and not the pool, it is looked at now and then: recomputing may be faster.
         """
         needed = ticket.lately_refused
-        if needed is not None:
-            return self.line.has_room(needed, ahead.tokens)
-        return self.line.room >= CHUNK_TOKENS + ahead.tokens
+        if needed is None:
+            return self.line.room >= CHUNK_TOKENS + ahead.tokens
+        return self.line.has_room(needed, ahead.tokens) or bool(self._in_its_way(ticket, needed, ahead))
+
+    def _in_its_way(self, ticket: Ticket, count: int, ahead: Ahead) -> list[Ticket]:
+        """Requests behind this one whose pins keep our share of the pool from it, the last ones first: SGLang would
+        admit them before it. None if it would lack room without them.
+        """
+        lacking = self.line.lacking_share(count)
+        if self.line.room < count + ahead.tokens:
+            return []
+        found = []
+        for other in self._waiting.pinned_behind(ticket) if lacking else ():
+            found.append(other)
+            assert other.restore is not None
+            lacking -= other.restore.job.num_tokens
+            if lacking <= 0:
+                return found
+        return []
 
     def _awaits_another(
         self, ticket: Ticket, on_device: int, missing: Sequence[ChunkKey], ahead: Ahead
@@ -216,11 +238,9 @@ class Starter:
             return _Attempt.GO_ON
         if verdict.idle_s > self._most_idle_s:
             return _Attempt.TOO_EARLY
+        if not verdict.is_try:
+            self._waiting.give_back(self._in_its_way(ticket, count, ahead))
         slots = self.line.take(match, count, ahead.tokens)
-        # If only our share is full, those behind it must not hold what it lacks: they would be admitted before it.
-        is_share_full = slots is None and self.line.room >= count + ahead.tokens
-        if is_share_full and self._waiting.give_back_pins(keep=self._before):
-            slots = self.line.take(match, count, ahead.tokens)
         if slots is None and verdict.is_try:  # nobody waits for room for that
             return self._begin_head(ticket, match, keys[: verdict.head], ahead)
         if slots is None:

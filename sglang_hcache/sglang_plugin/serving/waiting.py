@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.observer import Observer
@@ -143,21 +143,29 @@ class Waiting:
         ticket.seen_evictions = self._tree.evictions
         ticket.enter(Phase.RESOLVED)
 
-    def give_back_pins(self, older_than_s: float = 0.0, keep: Container[str] = ()) -> bool:
-        """Let the device evict what was restored for requests that still wait, but for those named in ``keep``; False
-        if there was nothing.
-        """
+    def pinned_behind(self, ticket: Ticket) -> list[Ticket]:
+        """What is pinned for requests behind this one in SGLang's queue, the last of them first."""
+        if not self.pinned_tokens:
+            return []
+        queue = [other for _, other in self.queue()]
+        behind = queue[queue.index(ticket) + 1 :]
+        return [other for other in reversed(behind) if other is not None and other.phase is Phase.PINNED]
+
+    def give_back_pins(self, older_than_s: float = 0.0) -> bool:
+        """Let the device evict what was restored for requests that still wait; False if there was nothing."""
         if not self.pinned_tokens:
             return False
         pinned = [
             ticket
-            for rid, ticket in self._tickets.items()
-            if ticket.phase is Phase.PINNED
-            and rid not in keep
-            and self.clock() - ticket.pinned_since >= older_than_s
+            for ticket in self._tickets.values()
+            if ticket.phase is Phase.PINNED and self.clock() - ticket.pinned_since >= older_than_s
         ]
-        for ticket in pinned:
+        self.give_back(pinned)
+        return bool(pinned)
+
+    def give_back(self, tickets: Iterable[Ticket]) -> None:
+        """Let the device evict what is pinned for these."""
+        for ticket in tickets:
             self._observer.count("restore.pins_given_back")
             ticket.note("what was restored is given back")
             self.unpin(ticket)
-        return bool(pinned)

@@ -421,6 +421,19 @@ def test_of_a_request_that_runs_for_long_the_head_stays_longest() -> None:
     path.finish()
 
 
+def test_with_a_disk_the_head_is_written_first() -> None:
+    """Also while its request runs: a tail on disk whose head is not there is of no use."""
+    path = SavePath(slots=64)
+    path.tiers.host.keep_dirty = True
+    prompt = [position % 251 for position in range(32 * CHUNK_TOKENS)]
+    path.begin("long", [])
+    for piece in range(0, len(prompt), 4 * CHUNK_TOKENS):
+        path.forward([("long", piece, prompt[piece : piece + 4 * CHUNK_TOKENS])])
+        path.settle()
+    assert [info.index for info in path.tiers.host.oldest_dirty(32)] == list(range(32))
+    path.finish()
+
+
 def test_of_a_prompt_larger_than_host_memory_the_head_stays() -> None:
     path = SavePath(slots=8)
     prompt = [position % 251 for position in range(12 * CHUNK_TOKENS)]

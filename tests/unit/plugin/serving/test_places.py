@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.restore.decision import Decision
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.sglang_plugin.serving.waiting import Patience
-from tests.unit.plugin.serving.test_restores import CAPACITY, World, tokens
+from tests.unit.plugin.serving.test_restores import CAPACITY, World, gate_for, tokens
 
 
 def timed_world() -> tuple[World, list[float]]:
@@ -80,8 +84,8 @@ def test_our_share_of_the_pool_is_for_those_who_come_first(comes_first: bool) ->
         if world.engine.jobs:
             world.engine.end(RestoreState.DONE)
             world.coordinator.tick()
-    pinned = [rid for rid in ("low", "high") if world.coordinator.waiting.get(rid).phase is Phase.PINNED]  # type: ignore[union-attr]
-    assert pinned == (["high"] if comes_first else ["low"])
+    assert (phases(world, "high") == [Phase.PINNED]) == comes_first
+    assert (phases(world, "low") == [Phase.PINNED]) != comes_first
     assert world.coordinator.may_be_admitted("low"), "with what of it is still on the device"
 
 
@@ -154,3 +158,76 @@ def test_what_is_restored_is_kept_while_no_request_may_begin(is_full: bool, give
         now[0] += 0.1
         world.coordinator.tick()
     assert world.counters["restore.pins_given_back"] == given_back
+
+
+def test_it_is_for_them_though_a_later_ones_restore_ends_first() -> None:
+    """The first one was refused a moment ago."""
+    world = World()
+    world.scheduler.running = world.scheduler.is_full = True
+    half = CAPACITY // CHUNK_TOKENS // 2
+    world.store(tokens(0, half))
+    world.store(tokens(1, 2))
+    world.queue("low", tokens(0, half))
+    world.coordinator.tick()
+    world.queue("high", tokens(1, 2))
+    world.scheduler.priorities["high"] = 1
+    world.look_again()
+    assert len(world.engine.jobs) == 1, "no room in our share while that runs"
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert phases(world, "high", "low") == [Phase.RUNNING, Phase.RESOLVED]
+
+
+@pytest.mark.parametrize(
+    "why", ["a restore holds the rest", "it comes first", "another one behind is enough"]
+)
+def test_no_pin_is_given_back_in_vain(why: str) -> None:
+    world = World()
+    world.scheduler.running = world.scheduler.is_full = True
+    pinned, others, first = {"a restore holds the rest": (2, 17, 4), "it comes first": (18, 2, 4)}.get(
+        why, (10, 10, 4)
+    )
+    for number, chunks in enumerate((pinned, others, first)):
+        world.store(tokens(number, chunks))
+    world.queue("pinned", tokens(0, pinned))
+    world.restore()
+    world.queue("other", tokens(1, others))
+    world.coordinator.tick()
+    if why != "a restore holds the rest":
+        world.engine.end(RestoreState.DONE)
+        world.coordinator.tick()
+    world.queue("first", tokens(2, first))
+    world.scheduler.priorities |= {"first": 1, "pinned": 2 if why == "it comes first" else 0}
+    if why == "it comes first":
+        world.scheduler.passed_over = {"pinned"}
+    world.look_again()
+    assert phases(world, "pinned") == [Phase.PINNED]
+    assert (phases(world, "first") == [Phase.RUNNING]) == (why == "another one behind is enough")
+
+
+def test_no_pin_is_given_back_for_a_try() -> None:
+    """It is predicted to be slower than recomputing, and nobody waits for room for it."""
+    world = World(gate_for(1.0, may_recompute=False))
+    world.scheduler.running = world.scheduler.is_full = True
+    half = CAPACITY // CHUNK_TOKENS // 2
+    for number, chunks in enumerate((half, 2)):
+        world.store(tokens(number, chunks))
+    world.queue("low", tokens(0, half))
+    world.restore()
+    gate = world.maker._gate
+    assert gate is not None
+    decide = gate.decide
+
+    def slow(*args: Any, is_try: bool = False, **options: Any) -> Decision:
+        return replace(decide(*args, **options), work_s=5e3, is_try=is_try)
+
+    gate.is_due, gate.decide = lambda _: True, slow  # type: ignore[method-assign]
+    world.queue("high", tokens(1, 2))
+    world.scheduler.priorities["high"] = 1
+    world.look_again()
+    assert phases(world, "low") == [Phase.PINNED]
+
+
+def phases(world: World, *rids: str) -> list[Phase | None]:
+    tickets = [world.coordinator.waiting.get(rid) for rid in rids]
+    return [None if ticket is None else ticket.phase for ticket in tickets]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -433,3 +434,47 @@ def act(world: World, shared: random.Random, own: random.Random, names: Any) -> 
     elif what == "busy":
         world.scheduler.running = shared.random() < 0.5
         world.scheduler.reserved = shared.choice((0, CAPACITY // 2))
+
+
+def test_nobody_is_admitted_unrestored_when_another_turns_out_not_to_need_a_restore() -> None:
+    """SGLang, which admitted nobody, looks at its queue then, in the same round."""
+
+    def work(world: World, _rank: int) -> bool:
+        def look_again() -> None:
+            world.scheduler.is_full = False
+
+        world.scheduler.look_again = look_again  # type: ignore[method-assign]
+        world.scheduler.running = True
+        world.store(tokens(1, 4))
+        world.store(tokens(2, 6))
+        world.tree.compute(tokens(2, 6))
+        world.queue("evicted", tokens(2, 6))
+        world.coordinator.tick()
+        world.scheduler.is_full = True
+        world.queue("not needed", tokens(1, 4))
+        world.tree.evict_all()
+        world.tree.compute(tokens(1, 4))  # by another request meanwhile
+        world.coordinator.tick()
+        assert not world.scheduler.is_full
+        return world.coordinator.may_be_admitted("evicted")
+
+    assert on_two(work) == [False, False]
+
+
+def test_nor_when_a_restore_that_starts_behind_another_evicts_what_it_had() -> None:
+    def work(world: World, _rank: int) -> bool:
+        shared = tokens(0, 10)
+        longer = shared + tokens(1, 10)
+        world.store(longer)
+        world.store(tokens(2, 6))
+        world.tree.compute(tokens(3, 16))
+        world.tree.compute(tokens(2, 6))
+        for rid, prompt in (("first", shared), ("evicted", tokens(2, 6)), ("second", longer)):
+            world.queue(rid, prompt)
+        world.coordinator.tick()
+        world.engine.end(RestoreState.DONE)
+        world.coordinator.go_on()
+        assert len(world.tree.match_tokens(array("q", tokens(2, 6)), None)) < 6 * CHUNK_TOKENS
+        return world.coordinator.may_be_admitted("evicted")
+
+    assert on_two(work) == [False, False]
