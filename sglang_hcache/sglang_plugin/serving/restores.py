@@ -89,8 +89,8 @@ class RestoreCoordinator:
             device, observer, maker, outcomes, engine, running, self.waiting, _PIN_LIMIT_S / 2
         )
         self._stalled = 0
-        self._looks = False
-        """Whether SGLang looked at its queue the last time."""
+        self._has_place = False
+        """Whether a request might have been admitted in the last round."""
         self._may_tell = Throttle()
 
     # -- called by the scheduler -----------------------------------------------------------------
@@ -243,14 +243,16 @@ class RestoreCoordinator:
         """Start restores, also for whose prefix was evicted: when SGLang asks it is too late, and those behind it get
         its place. Not while nobody is admitted: evictions go on, and a request has few attempts.
         """
-        looked, self._looks = self._looks, self.scheduler.looks_at_queue()
+        looks = self.scheduler.looks_at_queue()
+        had_place, self._has_place = self._has_place, looks and self.scheduler.places() > 0
         evictions, are_several = self._tree.evictions, self._ranks.size > 1
         # One rank looks up when SGLang asks as well, so it need not in each round.
-        if self._looks and (are_several or not looked or self._starter.is_due):
+        is_due = self._starter.is_due or (self._has_place and not had_place)
+        if looks and (are_several or is_due):
             self._starter.look_up(*self.waiting.outdated(evictions))
         self._starter.start_pending()
         # What started may have evicted what others have, and what did not may let SGLang look after all.
-        is_new = self._tree.evictions != evictions or not self._looks
+        is_new = self._tree.evictions != evictions or not looks
         if are_several and is_new and self.scheduler.looks_at_queue():
             self._starter.look_up(*self.waiting.outdated(self._tree.evictions))
 

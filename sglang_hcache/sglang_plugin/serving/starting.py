@@ -112,13 +112,14 @@ class Starter:
         The ones behind it must not take the room that it waits for. None may take what requests before it need.
         """
         has_newcomer, self._has_newcomer = self._has_newcomer, False
-        if not self.is_due:
+        is_due = self.is_due
+        if (is_due or has_newcomer) and self._waiting.num_restoring:
+            self._scheduler.order_queue()
+        if not is_due:
             if has_newcomer:
                 self.line.look(self._refused)
             return
         self._next_look = self._now() + _LOOK_AGAIN_S
-        if self._waiting.number_of(Phase.PENDING):
-            self._scheduler.order_queue()
         self.line.look_for_room()
         ahead = Ahead(self._maker.prefill_s, self._scheduler.prefilling())
         self._refused, self._before = None, set()
@@ -239,7 +240,9 @@ class Starter:
         if verdict.idle_s > self._most_idle_s:
             return _Attempt.TOO_EARLY
         if not verdict.is_try:
+            self._tree.lock(match.node)  # first, as in take: what is locked is no room
             self._waiting.give_back(self._in_its_way(ticket, count, ahead))
+            self._tree.unlock(match.node)
         slots = self.line.take(match, count, ahead.tokens)
         if slots is None and verdict.is_try:  # nobody waits for room for that
             return self._begin_head(ticket, match, keys[: verdict.head], ahead)

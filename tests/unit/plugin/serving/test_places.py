@@ -228,6 +228,66 @@ def test_no_pin_is_given_back_for_a_try() -> None:
     assert phases(world, "low") == [Phase.PINNED]
 
 
+def test_no_pin_is_given_back_where_what_the_device_has_takes_the_room() -> None:
+    """What it has of the first one's prompt may be evicted until that is to be restored."""
+    world = World()
+    world.scheduler.running = world.scheduler.is_full = True
+    prompt = tokens(2, 16)
+    for stored in (tokens(0, 3), tokens(1, 16), prompt):
+        world.store(stored)
+    world.queue("pinned", tokens(0, 3))
+    world.restore()
+    world.queue("runs", tokens(1, 16))
+    world.coordinator.tick()
+    world.tree.compute(prompt[: 12 * CHUNK_TOKENS])
+    world.scheduler.reserved = 9 * CHUNK_TOKENS
+    world.queue("first", prompt)
+    world.scheduler.priorities["first"] = 1
+    world.look_again()
+    assert phases(world, "first", "pinned", "runs") == [Phase.PENDING, Phase.PINNED, Phase.RUNNING]
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+def test_who_comes_first_needs_no_restore_to_be_before_one_that_runs(is_due: bool) -> None:
+    world = World()
+    world.scheduler.running = world.scheduler.is_full = True
+    world.store(tokens(1, 4))
+    world.queue("low", tokens(9, 2))
+    world.queue("restored", tokens(1, 4))
+    world.coordinator.tick()
+    world.queue("high", tokens(8, 2))
+    world.scheduler.priorities["high"] = 1
+    world.look_again()
+    world.scheduler.is_full, world.scheduler.most_places = False, 1
+    if is_due:
+        world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("high")
+    assert world.scheduler.line == ["high", "low", "restored"]
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_whose_prefix_is_evicted_right_before_a_place_is_free_keeps_it(is_full: bool) -> None:
+    """Also between two looks, and where SGLang looks at its queue in each round, as during a prompt in pieces."""
+    assert evicted_before_a_place_is_free(World(), is_full) == [False, False]
+
+
+def evicted_before_a_place_is_free(world: World, is_full: bool) -> list[bool]:
+    """Whether somebody whose prefix was evicted, and one behind it, may be admitted then."""
+    world.scheduler.running, world.scheduler.most_places = True, 0
+    world.store(tokens(1, 4))
+    world.tree.compute(tokens(1, 4))
+    world.queue("evicted", tokens(1, 4))
+    world.queue("new", [7] * 10)
+    world.scheduler.is_full = is_full
+    world.look_again()
+    world.tree.evict_all()
+    world.coordinator._starter._next_look = world.coordinator._starter._now() + 60
+    world.scheduler.is_full, world.scheduler.most_places = False, 1
+    world.coordinator.tick()
+    return [world.coordinator.may_be_admitted(rid) for rid in ("evicted", "new")]
+
+
 def phases(world: World, *rids: str) -> list[Phase | None]:
     tickets = [world.coordinator.waiting.get(rid) for rid in rids]
     return [None if ticket is None else ticket.phase for ticket in tickets]

@@ -19,6 +19,7 @@ from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.tier.tiered import HOST, TieredStore
 from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
+from tests.unit.plugin.serving.test_places import evicted_before_a_place_is_free
 from tests.unit.plugin.serving.test_restores import (
     CAPACITY,
     LAYERS,
@@ -476,5 +477,12 @@ def test_nor_when_a_restore_that_starts_behind_another_evicts_what_it_had() -> N
         world.coordinator.go_on()
         assert len(world.tree.match_tokens(array("q", tokens(2, 6)), None)) < 6 * CHUNK_TOKENS
         return world.coordinator.may_be_admitted("evicted")
+
+    assert on_two(work) == [False, False]
+
+
+def test_nor_between_two_looks() -> None:
+    def work(world: World, _rank: int) -> bool:
+        return evicted_before_a_place_is_free(world, is_full=False)[0]
 
     assert on_two(work) == [False, False]
