@@ -65,9 +65,7 @@ class Starter:
         self._next_look = 0.0
         self._has_newcomer = False
         self._refused: Ticket | None = None
-        """The first one whose restore found no room when that was last tried, ..."""
-        self._before = set[str]()
-        """... and who came before it."""
+        """The first one whose restore found no room when that was last tried."""
 
     # -- what others tell ------------------------------------------------------------------------
 
@@ -122,8 +120,8 @@ class Starter:
         self._next_look = self._now() + _LOOK_AGAIN_S
         self.line.look_for_room()
         ahead = Ahead(self._maker.prefill_s, self._scheduler.prefilling())
-        self._refused, self._before = None, set()
-        is_full = self.line.room < CHUNK_TOKENS
+        self._refused = None
+        is_full, is_first = self.line.room < CHUNK_TOKENS, True
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
                 attempt = _Attempt.NO_ROOM if is_full else self._start(ticket, ahead)
@@ -132,19 +130,19 @@ class Starter:
                 if attempt is not _Attempt.GO_ON:
                     self._refused = ticket if attempt is _Attempt.NO_ROOM else None
                     break
-            self._before.add(request.rid)
+            is_first = False
             if not is_full:  # else nothing more starts: what the others need does not matter
                 ahead.add(request, ticket)
                 is_full = self.line.room < ahead.tokens + CHUNK_TOKENS
         self.line.look(self._refused)
         if self._refused is not None:
-            self._be_patient(self._refused)
+            self._be_patient(self._refused, is_first=is_first)
 
-    def _be_patient(self, refused: Ticket) -> None:
+    def _be_patient(self, refused: Ticket, *, is_first: bool) -> None:
         """It found no room: it waits for that, but not behind others for ever, nor if nothing will make room."""
         now = self._waiting.clock()
         if refused.refused_since is None:
-            if not self._before and self._scheduler.is_running():
+            if is_first and self._scheduler.is_running():
                 return  # there is none for its prefill either, which needs more, before one that runs has ended
             refused.refused_since = now
         if now - refused.refused_since >= _REFUSED_LIMIT_S:

@@ -279,6 +279,15 @@ class World:
         self.engine.end(state)
         self.coordinator.tick()
 
+    def end_wait(self, rid: str, how: str) -> None:
+        """Its request has no use for its restore any more: an ``abort`` of it, an ``update``, or ``switch off``."""
+        if how == "abort":
+            self.coordinator.drop(rid)
+        elif how == "update":
+            self.coordinator.invalidate()
+        else:
+            self.coordinator.stop()
+
     def look_again(self) -> None:
         """One more round, in which all that waits is looked at, whatever changed."""
         self.coordinator._starter.look_again()
@@ -1378,12 +1387,7 @@ def test_first_layers_that_are_stopped_end_then(mixing: World, how: str, pauses:
     mixing.engine.end(RestoreState.DONE)
     for _ in range(pauses):
         mixing.coordinator.pause()
-    if how == "abort":
-        mixing.coordinator.drop("a")
-    elif how == "update":
-        mixing.coordinator.invalidate()
-    else:
-        mixing.coordinator.stop()
+    mixing.end_wait("a", how)
     mixing.coordinator.reap()
     mixing.coordinator.reap()
     lost = mixing.counters.measures()["restore.lost_seconds_cancelled"]
@@ -1569,12 +1573,9 @@ def test_what_is_evicted_before_its_request_runs_saved_nothing(leaves_by: str) -
         assert world.coordinator.may_be_admitted("a") == (attempt == 2)
     if leaves_by == "admission":
         world.coordinator.admitted("a", 0)
-    elif leaves_by == "abort":
-        world.coordinator.drop("a")
-    elif leaves_by == "update":
-        world.coordinator.invalidate()
     else:
-        world.coordinator.stop()
+        world.end_wait("a", leaves_by)
+    if leaves_by == "switch off":
         world.coordinator.admitted("a", 0)
     assert gains(world) == {"restore.lost_seconds_unused"}
     assert world.counters.measures()["restore.lost_seconds_unused"]["count"] == 2
